@@ -1,0 +1,32 @@
+// Where the code and the parameters of an element stand inside one tensor's part of a page.
+#pragma once
+#include <cstdint>
+
+#include "format/layout.h"
+
+namespace kivi::cpu {
+
+// canonical: the order of export (format/layout.h). lanes: the order that the SIMD kernels read; see
+// page_order.cpp for its picture. Which specs use lanes is decided here alone.
+enum class Order { canonical, lanes };
+
+struct CodePlace {
+    int64_t byte;  // from the start of the tensor's part
+    int shift;     // lowest bit of the code in that byte; a 3-bit code may be split: see code_get / code_put
+};
+
+struct PageOrder {
+    Order order = Order::canonical;
+    kivi_spec spec{};
+    int dim = 0;
+    int32_t window_dtype = KIVI_F16;
+};
+
+PageOrder page_order(const kivi_spec& spec, int dim, int32_t window_dtype);
+
+int code_get(const PageOrder& order, const uint8_t* part, int token, int channel);
+void code_put(const PageOrder& order, uint8_t* part, int token, int channel, int code);  // overwrites
+int64_t scale_offset(const PageOrder& order, int token, int channel);  // byte offset in the part
+int64_t min_offset(const PageOrder& order, int token, int channel);
+
+}  // namespace kivi::cpu

@@ -1,0 +1,44 @@
+// Sizes and the canonical order of packed data: pure functions of spec, dims and windows.
+//
+// The canonical order is what export writes, golden files hold and backends are compared in. A backend
+// may order the bytes inside its own pages differently but never uses more of them: a page is exactly
+// the canonical bytes of its 128 tokens, K part then V part.
+//
+//   one tensor of a page, canonical:  codes, group by group | scales | mins
+//   channel axis  groups in the order [token block][channel], codes of a group over its tokens
+//   token axis    groups in the order [token][channel block], codes of a group over its channels
+//   a group's codes are a little-endian bit stream, lowest bits first, padded to a whole byte
+#pragma once
+#include <cstdint>
+
+#include "format/model.h"
+
+namespace kivi {
+
+// How the groups of one tensor tile a page. 16-bit specs have no groups: 128 rows of window_dtype.
+struct GroupShape {
+    int tokens;          // of one group: `group` on the channel axis, 1 on the token axis
+    int channels;        // of one (full) group: 1 on the channel axis
+    int blocks_a_row;    // groups side by side for the same tokens: dim, or ceil(dim / channels)
+    int64_t groups;      // in a page
+};
+GroupShape group_shape(const kivi_spec& spec, int dim);
+
+// Channels of group g of a token-axis row (the last may be short).
+int group_channels(const GroupShape& shape, int dim, int block);
+
+int64_t group_code_bytes(const kivi_spec& spec, int elements);              // ceil(bits * elements / 8)
+int64_t page_part_bytes(const kivi_spec& spec, int dim, int32_t window_dtype);  // one head, one tensor
+int64_t page_bytes(const kivi_layer& layer, int32_t window_dtype);              // K part + V part
+int64_t block_bytes(const Model& model);                                        // all layers, all heads
+
+// bits of a packed element, scale and min included, mean over K and V weighted by their dims.
+double bits_per_element(const kivi_layer& layer, int32_t window_dtype);
+
+int64_t pool_blocks(const Model& model);       // of the pool as created
+int64_t blocks_per_sequence(const Model& model);  // at max_tokens
+int64_t window_part_bytes(const Model& model, int layer, Part part);  // one sequence: sink rows + tail rows, all heads
+int64_t window_bytes(const Model& model);      // all layers, all sequences
+int64_t moment_bytes(const Model& model);      // fp32 matrices, coding order and feedback tables
+
+}  // namespace kivi
