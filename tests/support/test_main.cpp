@@ -1,0 +1,3 @@
+// The main function shared by all doctest suites.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
