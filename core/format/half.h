@@ -20,8 +20,14 @@ inline float float_of(uint32_t u) {
     return x;
 }
 
+// The one NaN of each type. Conversions to a type write it for every NaN, so that stored bytes do not depend
+// on payloads and signs that processors choose differently.
+constexpr uint16_t kNanF16 = 0x7E00;
+constexpr uint16_t kNanBf16 = 0x7FC0;
+constexpr uint32_t kNanF32 = 0x7FC00000;
+
 float f16_to_f32(uint16_t h);
-uint16_t f32_to_f16(float x);  // beyond 65504 (after rounding): infinity; NaN stays NaN
+uint16_t f32_to_f16(float x);  // beyond 65504 (after rounding): infinity
 
 inline float bf16_to_f32(uint16_t h) { return float_of(static_cast<uint32_t>(h) << 16); }
 uint16_t f32_to_bf16(float x);
@@ -29,7 +35,7 @@ uint16_t f32_to_bf16(float x);
 inline size_t dtype_bytes(int32_t dtype) { return dtype == KIVI_F32 ? 4 : 2; }
 float dtype_max(int32_t dtype);  // largest finite value
 
-// Element i of an array of `dtype`.
+// Element i of an array of `dtype`. Stores round as above and write the one NaN, in f32 too.
 float load_element(const void* data, int32_t dtype, int64_t i);
 void store_element(void* data, int32_t dtype, int64_t i, float x);
 

@@ -15,7 +15,7 @@
 
 namespace kivi {
 
-// How the groups of one tensor tile a page. 16-bit specs have no groups: 128 rows of window_dtype.
+// How the groups of one tensor tile a page. 16-bit specs have no groups (groups is 0): 128 rows of window_dtype.
 struct GroupShape {
     int tokens;          // of one group: `group` on the channel axis, 1 on the token axis
     int channels;        // of one (full) group: 1 on the channel axis
@@ -24,11 +24,14 @@ struct GroupShape {
 };
 GroupShape group_shape(const kivi_spec& spec, int dim);
 
-// Channels of group g of a token-axis row (the last may be short).
+// Channels of group `block` of a row (on the token axis the last may be short).
 int group_channels(const GroupShape& shape, int dim, int block);
 
 int64_t group_code_bytes(const kivi_spec& spec, int elements);              // ceil(bits * elements / 8)
-int64_t page_part_bytes(const kivi_spec& spec, int dim, int32_t window_dtype);  // one head, one tensor
+// Canonical bytes of `tokens` consecutive packed tokens, one head, one tensor; on the channel axis `tokens` is
+// a multiple of the group.
+int64_t packed_bytes(const kivi_spec& spec, int dim, int32_t window_dtype, int64_t tokens);
+int64_t page_part_bytes(const kivi_spec& spec, int dim, int32_t window_dtype);  // packed_bytes of 128 tokens
 int64_t page_bytes(const kivi_layer& layer, int32_t window_dtype);              // K part + V part
 int64_t block_bytes(const Model& model);                                        // all layers, all heads
 

@@ -24,7 +24,9 @@ Span after_append(const Windows& windows, const Span& before, int64_t length);
 // Span after flush_residual: the border moves to the last multiple of the unit.
 Span after_flush(const Windows& windows, const Span& before);
 
-// Rows that the ring of one tail must hold so that every append policy fits: slot = (position - S) mod capacity.
+// Rows of the ring that holds one tail: slot = (position - S) mod capacity. One more than a tail holds between
+// calls (rolling: R + F - 1; published: R keys, R + 1 values), so that a single new row can be stored before the
+// rows that it pushes out are packed.
 int64_t tail_capacity(const Windows& windows, Part part);
 
 // First position of the tail; positions below S live in the sink window.
