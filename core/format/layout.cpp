@@ -10,6 +10,24 @@ namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// FNV-1a, 64 bits, over the eight little-endian bytes of each word.
+class Fnv1a {
+  public:
+    void add(uint64_t word) {
+        for (int byte = 0; byte < 8; ++byte) hash_ = (hash_ ^ ((word >> (8 * byte)) & 0xFFu)) * 0x100000001B3u;
+    }
+    void add(const kivi_spec& spec) {
+        for (int32_t field : {spec.bits, spec.axis, spec.group, spec.range}) add(word_of(field));
+        add(bits_of(spec.range_ratio));
+        for (int32_t field : {spec.param_dtype, spec.transform, spec.rounding}) add(word_of(field));
+    }
+    static uint64_t word_of(int32_t field) { return static_cast<uint32_t>(field); }
+    uint64_t hash() const { return hash_; }
+
+  private:
+    uint64_t hash_ = 0xCBF29CE484222325u;
+};
+
 }  // namespace
 
 GroupShape group_shape(const kivi_spec& spec, int dim) {
@@ -88,6 +106,20 @@ int64_t window_bytes(const Model& model) {
         bytes += window_part_bytes(model, layer, Part::key) + window_part_bytes(model, layer, Part::value);
     }
     return model.max_sequences * bytes;
+}
+
+uint64_t layout_id(const Model& model, uint64_t order) {
+    Fnv1a id;
+    id.add(order);
+    id.add(Fnv1a::word_of(model.window_dtype));
+    id.add(static_cast<uint64_t>(model.windows.sink));
+    id.add(model.layers.size());
+    for (const kivi_layer& layer : model.layers) {
+        for (int32_t field : {layer.kv_heads, layer.key_dim, layer.value_dim}) id.add(Fnv1a::word_of(field));
+        id.add(layer.k);
+        id.add(layer.v);
+    }
+    return id.hash();
 }
 
 int64_t moment_bytes(const Model& model) {

@@ -42,6 +42,11 @@ int64_t pool_blocks(const Model& model);       // of the pool as created
 int64_t blocks_per_sequence(const Model& model);  // at max_tokens
 int64_t window_part_bytes(const Model& model, int layer, Part part);  // one sequence: sink rows + tail rows, all heads
 int64_t window_bytes(const Model& model);      // all layers, all sequences
+
+// Names an order of bytes: 0 is the canonical one (of blobs), others are the backends' own. Equal ids mean pages
+// that can be exchanged: same order, specs, dims, heads, window dtype and sink (FORMAT.md, "Layout id").
+uint64_t layout_id(const Model& model, uint64_t order);
+
 int64_t moment_bytes(const Model& model);      // fp32 matrices, coding order and feedback tables
 
 }  // namespace kivi
