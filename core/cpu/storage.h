@@ -45,4 +45,12 @@ struct TensorStore {
     }
 };
 
+// The two tensors of a layer.
+struct LayerStore {
+    kivi_layer shape{};
+    TensorStore key, value;
+
+    const TensorStore& part(Part part) const { return part == Part::key ? key : value; }
+};
+
 }  // namespace kivi::cpu

@@ -1,0 +1,23 @@
+// Append and flush of one tensor (K or V) of one head and one sequence.
+#pragma once
+#include <cstdint>
+
+#include "backend/backend.h"
+#include "cpu/storage.h"
+#include "format/feedback.h"
+
+namespace kivi::cpu {
+
+// Memory of one thread: rows on their way to a packer.
+struct AppendScratch {
+    float* rows = nullptr;  // [append_scratch_rows][dim]
+};
+int64_t append_scratch_floats(const kivi_layer& layer);
+
+// Packs what moves behind the border (row.before -> row.after), from the tail and from the new tokens, then
+// stores the new tokens that stay: in the sink window or in the tail. `input` empty: flush, no new tokens.
+// Returns the number of rows that saturated.
+int64_t append_head(const TensorStore& store, const Feedback* feedback, const Row& row, int head, const View& input,
+                    const AppendScratch& scratch);
+
+}  // namespace kivi::cpu
