@@ -1,0 +1,16 @@
+# Fails unless the library's NEEDED entries are system libraries alone and it carries no search path.
+# cmake -DREADELF=... -DLIBRARY=... -P needed.cmake
+execute_process(COMMAND "${READELF}" --dynamic --wide "${LIBRARY}" OUTPUT_VARIABLE dynamic COMMAND_ERROR_IS_FATAL ANY)
+string(REGEX MATCHALL "\\(NEEDED\\)[^\n]*\\[[^]\n]*" entries "${dynamic}")
+if(NOT entries)
+    message(FATAL_ERROR "no NEEDED entry found in ${LIBRARY}")
+endif()
+foreach(entry IN LISTS entries)
+    string(REGEX REPLACE ".*\\[" "" name "${entry}")
+    if(NOT name MATCHES "^(libc|libm|libstdc\\+\\+|libgcc_s|libpthread|libdl|librt|ld-linux[-_a-z0-9]*)\\.so\\.[0-9]+$")
+        message(FATAL_ERROR "${LIBRARY} needs ${name}, which is not a system library")
+    endif()
+endforeach()
+if(dynamic MATCHES "\\((RPATH|RUNPATH)\\)")
+    message(FATAL_ERROR "${LIBRARY} carries a library search path")
+endif()
