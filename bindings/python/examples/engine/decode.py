@@ -1,0 +1,129 @@
+"""Token by token through several caches side by side: scores of given windows, or generated answers.
+
+Every step is one forward pass over the new tokens of all caches, so the weights are read once for all.
+The first cache is the reference that the others are compared with.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .caches import SideBySide
+
+
+@dataclass
+class Score:
+    """How well one cache predicts the scored positions; one entry a position."""
+
+    surprise: np.ndarray    # -log p(next token), nats
+    divergence: np.ndarray  # KL(reference || this) of the next-token distribution, nats
+    same_top: np.ndarray    # whether the most likely token is the reference's
+
+    @property
+    def perplexity(self):
+        return float(np.exp(self.surprise.mean(dtype=np.float64)))
+
+    @property
+    def kl(self):
+        return float(self.divergence.mean(dtype=np.float64))
+
+    @property
+    def top1(self):
+        return float(self.same_top.mean())
+
+
+def score_windows(model, caches, windows, first, advance=lambda: None):
+    """Decodes windows of token ids, one sequence each, and scores every position from `first` on.
+
+    caches: by name; each holds len(windows) empty sequences. The windows may differ in length.
+    advance() is called after every step. Returns a Score for each name.
+    """
+    together = SideBySide(list(caches.values()))
+    pieces = []
+    for position in range(max(map(len, windows)) - 1):
+        live = [window for window in windows if position + 1 < len(window)]
+        counts = [int(position + 1 < len(window)) for window in windows]
+        tokens = np.tile([window[position] for window in live], len(caches))
+        hidden = model.forward(tokens, np.full(len(tokens), position), together.attention(counts))
+        if position >= first:
+            logits = model.logits(hidden).reshape(len(caches), len(live), -1)
+            pieces.append(compare(logits, [window[position + 1] for window in live]))
+        advance()
+    columns = [np.concatenate(part, axis=1) for part in zip(*pieces)]
+    return {name: Score(*(column[i] for column in columns)) for i, name in enumerate(caches)}
+
+
+def compare(logits, targets):
+    """Surprise, divergence from the first cache and same_top, each [caches, rows], of logits
+    [caches, rows, vocabulary], which are overwritten."""
+    top = logits.argmax(-1)
+    logits -= logits.max(-1, keepdims=True)
+    weights = np.exp(logits)
+    totals = weights.sum(-1)
+    log_totals = np.log(totals)
+    surprise = log_totals - logits[:, np.arange(len(targets)), targets]
+    reference = weights[0] / totals[0][:, None]
+    # Differences of logits, not of logarithms summed apart: exact where both distributions are close.
+    divergence = np.stack([np.einsum("rv,rv->r", reference, logits[0] - other) for other in logits])
+    divergence += log_totals - log_totals[0]
+    return surprise, divergence, top == top[0]
+
+
+@dataclass
+class Answer:
+    """What one cache answered to one prompt."""
+
+    tokens: list     # greedy, running freely on its own tokens, up to a stop token
+    agreement: list  # for each token of the reference's answer: this cache, given the reference's
+                     # tokens so far, would have chosen the same
+
+
+def generate(model, caches, prompts, count, stops, advance=lambda: None):
+    """Greedy answers of up to `count` tokens to prompts of any lengths.
+
+    Each cache holds 2 * len(prompts) empty sequences: the first half runs freely, the second half is fed
+    the reference's tokens. Returns for each name one Answer a prompt.
+    """
+    everything = list(caches.values())
+    together = SideBySide(everything)
+    lengths = [len(prompt) for prompt in prompts] * 2
+    start = np.concatenate([np.arange(length) for length in lengths])
+    # The prompt attends to itself in full precision, so one pass serves every cache.
+    hidden = model.forward(np.concatenate(prompts * 2), start, prompt_attention(everything, lengths))
+    chosen = model.logits(hidden[np.cumsum(lengths) - 1]).argmax(-1)
+    chosen = np.tile(chosen, (len(everything), 1))
+    half = len(prompts)
+    history = []
+    for step in range(count):
+        history.append(chosen)
+        fed = chosen.copy()
+        fed[:, half:] = chosen[0, :half]
+        positions = np.tile(np.array(lengths) + step, len(everything))
+        hidden = model.forward(fed.ravel(), positions, together.attention([1] * len(lengths)))
+        chosen = model.logits(hidden).argmax(-1).reshape(fed.shape)
+        advance()
+    history = np.stack(history)  # [steps, caches, sequences]
+
+    def until_stop(tokens):
+        return next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
+
+    answers = {}
+    for index, name in enumerate(caches):
+        answers[name] = []
+        for prompt in range(half):
+            free, reference = history[:, index, prompt], history[:, 0, prompt]
+            same = history[:, index, half + prompt] == reference
+            answers[name].append(Answer(free[:until_stop(free)].tolist(), same[:until_stop(reference)].tolist()))
+    return answers
+
+
+def prompt_attention(caches, counts):
+    """The first cache stores and attends; the others store the same keys and values."""
+    attend = caches[0].attention(counts)
+    stores = [cache.storage(counts) for cache in caches[1:]]
+
+    def call(layer, q, k, v):
+        for store in stores:
+            store(layer, q, k, v)
+        return attend(layer, q, k, v)
+    return call
