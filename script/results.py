@@ -1,0 +1,64 @@
+"""Counts of a test runner's own report, as lines that script/test adds up: "passed N", "failed N", "skipped why".
+
+    results.py ctest FILE.xml     ctest --output-junit; a doctest program counts as its test cases
+    results.py pytest FILE.xml    pytest --junitxml
+    results.py cargo FILE.log     output of cargo test
+A test that prints a line "SKIP: why" is skipped for that reason.
+"""
+import re
+import sys
+import xml.etree.ElementTree as ET
+
+
+def ctest(path):
+    passed, failed, skipped = 0, 0, []
+    for case in ET.parse(path).iter("testcase"):
+        name, output = case.get("name"), case.findtext("system-out") or ""
+        reasons = [f"{name}: {why.strip()}" for why in re.findall(r"^SKIP: (.*)$", output, re.M)]
+        counts = re.search(
+            r"\[doctest\] test cases:\s*\d+ \|\s*(\d+) passed \|\s*(\d+) failed \|\s*(\d+) skipped", output)
+        if case.get("status") == "fail" or case.find("failure") is not None:
+            passed += int(counts[1]) if counts else 0
+            failed += max(1, int(counts[2])) if counts else 1
+        elif case.get("status") != "run":
+            skipped += reasons or [f"{name}: {case.find('skipped').get('message') or 'not run'}"]
+        elif counts:
+            passed += int(counts[1]) - len(reasons)
+            skipped += reasons + [f"{name}: a case marked as skipped"] * int(counts[3])
+        else:
+            passed += not reasons
+            skipped += reasons
+    return passed, failed, skipped
+
+
+def pytest(path):
+    passed, failed, skipped = 0, 0, []
+    for case in ET.parse(path).iter("testcase"):
+        skip = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed += 1
+        elif skip is not None:
+            skipped.append(f"{case.get('classname')}.{case.get('name')}: {skip.get('message')}")
+        else:
+            passed += 1
+    return passed, failed, skipped
+
+
+def cargo(path):
+    text = open(path, encoding="utf-8", errors="replace").read()
+    lines = re.findall(r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) ignored", text, re.M)
+    ignored = re.findall(r"^test (.*) \.\.\. ignored(?:, (.*))?$", text, re.M)
+    skipped = [f"{name}: {why or 'marked #[ignore]'}" for name, why in ignored]
+    skipped += [why.strip() for why in re.findall(r"^SKIP: (.*)$", text, re.M)]
+    return sum(int(p) for p, _, _ in lines), sum(int(f) for _, f, _ in lines), skipped
+
+
+def main():
+    passed, failed, skipped = {"ctest": ctest, "pytest": pytest, "cargo": cargo}[sys.argv[1]](sys.argv[2])
+    print(f"passed {passed}\nfailed {failed}")
+    for why in skipped:
+        print("skipped", " ".join(why.split()))
+
+
+if __name__ == "__main__":
+    main()

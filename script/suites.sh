@@ -1,0 +1,133 @@
+# The suites of script/test, one function each. A suite runs in the checkout with its output in a log. It
+# tells its counts with count, pass and skip; a command that fails ends it as failed.
+# Given: root, jobs, build (folder for everything that is built), logs, results (file of counts), quick.
+
+# Budgets: a change that passes them is made on purpose, here.
+readonly max_build_seconds=300 # of the library alone, from nothing, on two cores
+readonly max_library_kib=4096  # stripped of symbols
+
+# count KIND FILE: counts from a runner's report (results.py).
+count() { python3 "$root/script/results.py" "$1" "$2" >>"$results"; }
+pass() { echo "passed ${1:-1}" >>"$results"; }
+skip() { echo "skipped $suite: $1" >>"$results"; }
+not_quick() {
+    $quick || return 0
+    skip "left out by --quick"
+    return 1
+}
+need() {
+    have "$1" && return
+    skip "$1 is not installed"
+    return 1
+}
+
+# configure FOLDER OPTIONS...
+configure() {
+    cmake -S "$root" -B "$build/$1" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_INSTALL_LIBDIR=lib "${@:2}"
+}
+# ctest_in FOLDER OPTIONS...: runs a build's tests and counts them.
+ctest_in() {
+    local report=$logs/$suite.xml status=0
+    ctest --test-dir "$build/$1" -j "$jobs" --no-tests=error --output-on-failure --timeout 900 \
+        --test-output-size-passed 4000000 --output-junit "$report" "${@:2}" || status=$?
+    count ctest "$report"
+    return "$status"
+}
+
+# within WHAT VALUE BUDGET UNIT
+within() {
+    echo "$1: $2 $4, budget $3 $4"
+    [ "$2" -le "$3" ]
+    pass
+}
+
+suite_build() {
+    configure release
+    local start=$SECONDS
+    cmake --build "$build/release" -j "$jobs" --target kivi
+    within "compile of libkivi" $((SECONDS - start)) $max_build_seconds s
+    cmake --build "$build/release" -j "$jobs"
+    strip -o "$build/release/stripped" "$build/release/core/libkivi.so"
+    within "size of libkivi.so" $(($(stat -c %s "$build/release/stripped") / 1024)) $max_library_kib KiB
+}
+
+# Every suite of tests/ and the examples, by CMake's own runner.
+suite_ctest() { ctest_in release; }
+
+suite_readme() {
+    python3 "$root/script/snippets.py"
+    pass "$(grep -c verbatim "$logs/$suite.log")"
+}
+
+# The binding as a user gets it: a wheel, installed, and tested from outside its folder.
+suite_python() {
+    rm -rf "$build/wheel"
+    python3 -m pip wheel -q --disable-pip-version-check --no-deps -w "$build/wheel" "$root/bindings/python"
+    python3 -m pip install -q --disable-pip-version-check --force-reinstall --no-deps "$build"/wheel/kivi-*.whl
+    pytest_in bindings/python/tests
+}
+
+# The engine of the demo, on small models that the tests make.
+suite_engine() {
+    python3 -m pip install -q --disable-pip-version-check -r "$root/bindings/python/examples/requirements.txt"
+    pytest_in bindings/python/examples/tests
+}
+
+pytest_in() {
+    local status=0
+    python3 -m pytest -q -p no:cacheprovider --junitxml "$logs/$suite.xml" "$root/$1" || status=$?
+    count pytest "$logs/$suite.xml"
+    return "$status"
+}
+
+suite_rust() {
+    need cargo || return 0
+    cmake --install "$build/release" --prefix "$build/prefix"
+    local status=0
+    KIVI_LIB_DIR=$build/prefix/lib KIVI_INCLUDE_DIR=$build/prefix/include bindings/rust/scripts/test 2>&1 |
+        tee "$logs/cargo.txt" || status=$?
+    count cargo "$logs/cargo.txt"
+    return "$status"
+}
+
+# The C loop on the very library that users get. Valgrind shows programs a CPU without AVX-512, so what
+# runs here is the AVX2 path.
+suite_valgrind() {
+    need valgrind || return 0
+    local bin=$build/release/bindings/c/examples program
+    for program in "$bin/decode_loop_c" "$bin/decode_loop_cpp" \
+        "$bin/dlopen_client $build/release/core/libkivi.so"; do
+        # shellcheck disable=SC2086 # the words of a command
+        valgrind --quiet --error-exitcode=9 --leak-check=full --show-leak-kinds=all \
+            --errors-for-leak-kinds=definite,indirect,possible $program
+        pass
+    done
+}
+
+suite_address() {
+    not_quick || return 0
+    sanitized address,undefined
+}
+suite_thread() {
+    not_quick || return 0
+    sanitized thread -L 'threads|examples|hpp'
+}
+# sanitized SANITIZERS CTEST-OPTIONS...
+sanitized() {
+    local folder=${1//,/-}
+    configure "$folder" -DKIVI_SANITIZE="$1"
+    cmake --build "$build/$folder" -j "$jobs"
+    ASAN_OPTIONS=detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=second_deadlock_stack=1 \
+        ctest_in "$folder" "${@:2}"
+}
+
+# 64-bit ARM: everything compiles, and what needs no long time runs in an emulator.
+suite_aarch64() {
+    not_quick || return 0
+    need aarch64-linux-gnu-g++ || return 0
+    configure aarch64 --toolchain "$root/cmake/aarch64-linux-gnu.cmake"
+    cmake --build "$build/aarch64" -j "$jobs"
+    pass
+    need qemu-aarch64-static || return 0
+    ctest_in aarch64 -L 'unit|examples|golden'
+}
