@@ -34,7 +34,8 @@ uint32_t crc32(const void* data, size_t bytes, uint32_t before) {
     uint32_t crc = ~before;
     for (; bytes >= 8; bytes -= 8, p += 8) {
         const uint8_t mixed[4] = {static_cast<uint8_t>(p[0] ^ crc), static_cast<uint8_t>(p[1] ^ (crc >> 8)),
-                                  static_cast<uint8_t>(p[2] ^ (crc >> 16)), static_cast<uint8_t>(p[3] ^ (crc >> 24))};
+                                  static_cast<uint8_t>(p[2] ^ (crc >> 16)),
+                                  static_cast<uint8_t>(p[3] ^ (crc >> 24))};
         crc = kTables[7][mixed[0]] ^ kTables[6][mixed[1]] ^ kTables[5][mixed[2]] ^ kTables[4][mixed[3]] ^
               kTables[3][p[4]] ^ kTables[2][p[5]] ^ kTables[1][p[6]] ^ kTables[0][p[7]];
     }

@@ -54,9 +54,8 @@ bool make_feedback(const float* moment, int dim, Feedback* feedback) {
 
     std::vector<uint16_t> order(dim);
     std::iota(order.begin(), order.end(), uint16_t{0});
-    std::stable_sort(order.begin(), order.end(), [&](uint16_t a, uint16_t b) {
-        return moment[a * dim + a] > moment[b * dim + b];
-    });
+    std::stable_sort(order.begin(), order.end(),
+                     [&](uint16_t a, uint16_t b) { return moment[a * dim + a] > moment[b * dim + b]; });
 
     std::vector<double> a(static_cast<size_t>(dim) * dim);
     for (int i = 0; i < dim; ++i) {

@@ -14,7 +14,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 class Fnv1a {
   public:
     void add(uint64_t word) {
-        for (int byte = 0; byte < 8; ++byte) hash_ = (hash_ ^ ((word >> (8 * byte)) & 0xFFu)) * 0x100000001B3u;
+        for (int byte = 0; byte < 8; ++byte)
+            hash_ = (hash_ ^ ((word >> (8 * byte)) & 0xFFu)) * 0x100000001B3u;
     }
     void add(const kivi_spec& spec) {
         for (int32_t field : {spec.bits, spec.axis, spec.group, spec.range}) add(word_of(field));
@@ -55,7 +56,8 @@ int64_t packed_bytes(const kivi_spec& spec, int dim, int32_t window_dtype, int64
     int64_t row_of_groups = 0;
     for (int block = 0; block < shape.blocks_a_row; ++block) {
         const int elements = shape.tokens * group_channels(shape, dim, block);
-        row_of_groups += group_code_bytes(spec, elements) + 2 * static_cast<int64_t>(dtype_bytes(spec.param_dtype));
+        row_of_groups +=
+            group_code_bytes(spec, elements) + 2 * static_cast<int64_t>(dtype_bytes(spec.param_dtype));
     }
     return tokens / shape.tokens * row_of_groups;
 }
@@ -96,7 +98,8 @@ int64_t pool_blocks(const Model& model) {
 int64_t window_part_bytes(const Model& model, int layer, Part part) {
     const kivi_layer& shape = model.layers[layer];
     const int64_t rows = model.windows.sink + tail_capacity(model.windows, part);
-    return shape.kv_heads * rows * dim_of(shape, part) * static_cast<int64_t>(dtype_bytes(model.window_dtype));
+    return shape.kv_heads * rows * dim_of(shape, part) *
+           static_cast<int64_t>(dtype_bytes(model.window_dtype));
 }
 
 int64_t window_bytes(const Model& model) {
@@ -106,6 +109,17 @@ int64_t window_bytes(const Model& model) {
         bytes += window_part_bytes(model, layer, Part::key) + window_part_bytes(model, layer, Part::value);
     }
     return model.max_sequences * bytes;
+}
+
+int64_t moment_bytes(const Model& model) {
+    int64_t bytes = 0;
+    for (const kivi_layer& layer : model.layers) {
+        if (layer.kv_heads <= 0 || layer.k.rounding != KIVI_ROUND_QUERY_AWARE) continue;
+        const int64_t dim = layer.key_dim;
+        const int64_t matrix = dim * dim * 4, order = dim * 2, weights = dim * (dim - 1) / 2 * 4;
+        bytes += layer.kv_heads * (matrix + order + weights);
+    }
+    return bytes;
 }
 
 uint64_t layout_id(const Model& model, uint64_t order) {
@@ -120,17 +134,6 @@ uint64_t layout_id(const Model& model, uint64_t order) {
         id.add(layer.v);
     }
     return id.hash();
-}
-
-int64_t moment_bytes(const Model& model) {
-    int64_t bytes = 0;
-    for (const kivi_layer& layer : model.layers) {
-        if (layer.kv_heads <= 0 || layer.k.rounding != KIVI_ROUND_QUERY_AWARE) continue;
-        const int64_t dim = layer.key_dim;
-        const int64_t matrix = dim * dim * 4, order = dim * 2, weights = dim * (dim - 1) / 2 * 4;
-        bytes += layer.kv_heads * (matrix + order + weights);
-    }
-    return bytes;
 }
 
 }  // namespace kivi

@@ -15,21 +15,22 @@
 
 namespace kivi {
 
-// How the groups of one tensor tile a page. 16-bit specs have no groups (groups is 0): 128 rows of window_dtype.
+// How the groups of one tensor tile a page. 16-bit specs have no groups (groups is 0): 128 rows of
+// window_dtype.
 struct GroupShape {
-    int tokens;          // of one group: `group` on the channel axis, 1 on the token axis
-    int channels;        // of one (full) group: 1 on the channel axis
-    int blocks_a_row;    // groups side by side for the same tokens: dim, or ceil(dim / channels)
-    int64_t groups;      // in a page
+    int tokens;        // of one group: `group` on the channel axis, 1 on the token axis
+    int channels;      // of one (full) group: 1 on the channel axis
+    int blocks_a_row;  // groups side by side for the same tokens: dim, or ceil(dim / channels)
+    int64_t groups;    // in a page
 };
 GroupShape group_shape(const kivi_spec& spec, int dim);
 
 // Channels of group `block` of a row (on the token axis the last may be short).
 int group_channels(const GroupShape& shape, int dim, int block);
 
-int64_t group_code_bytes(const kivi_spec& spec, int elements);              // ceil(bits * elements / 8)
-// Canonical bytes of `tokens` consecutive packed tokens, one head, one tensor; on the channel axis `tokens` is
-// a multiple of the group.
+int64_t group_code_bytes(const kivi_spec& spec, int elements);  // ceil(bits * elements / 8)
+// Canonical bytes of `tokens` consecutive packed tokens, one head, one tensor; on the channel axis `tokens`
+// is a multiple of the group.
 int64_t packed_bytes(const kivi_spec& spec, int dim, int32_t window_dtype, int64_t tokens);
 int64_t page_part_bytes(const kivi_spec& spec, int dim, int32_t window_dtype);  // packed_bytes of 128 tokens
 int64_t page_bytes(const kivi_layer& layer, int32_t window_dtype);              // K part + V part
@@ -38,15 +39,16 @@ int64_t block_bytes(const Model& model);                                        
 // bits of a packed element, scale and min included, mean over K and V weighted by their dims.
 double bits_per_element(const kivi_layer& layer, int32_t window_dtype);
 
-int64_t pool_blocks(const Model& model);       // of the pool as created
+int64_t pool_blocks(const Model& model);          // of the pool as created
 int64_t blocks_per_sequence(const Model& model);  // at max_tokens
-int64_t window_part_bytes(const Model& model, int layer, Part part);  // one sequence: sink rows + tail rows, all heads
-int64_t window_bytes(const Model& model);      // all layers, all sequences
+// Sink rows and ring of one sequence, all heads of one layer.
+int64_t window_part_bytes(const Model& model, int layer, Part part);
+int64_t window_bytes(const Model& model);  // all layers, all sequences
+// fp32 matrices, coding orders and weights of all layers with query-aware rounding.
+int64_t moment_bytes(const Model& model);
 
-// Names an order of bytes: 0 is the canonical one (of blobs), others are the backends' own. Equal ids mean pages
-// that can be exchanged: same order, specs, dims, heads, window dtype and sink (FORMAT.md, "Layout id").
+// Names an order of bytes: 0 is the canonical one (of blobs), others are the backends' own. Equal ids mean
+// pages that can be exchanged: same order, specs, dims, heads, window dtype and sink (FORMAT.md, "Layout id").
 uint64_t layout_id(const Model& model, uint64_t order);
-
-int64_t moment_bytes(const Model& model);      // fp32 matrices, coding order and feedback tables
 
 }  // namespace kivi

@@ -13,7 +13,7 @@ namespace kivi {
 //   sink window    packed pages        tail
 struct Span {
     int64_t length = 0;
-    int64_t key_border = 0;    // 0 while nothing is packed; else in [S, length]
+    int64_t key_border = 0;  // 0 while nothing is packed; else in [S, length]
     int64_t value_border = 0;
 
     int64_t border(Part part) const { return part == Part::key ? key_border : value_border; }
@@ -24,9 +24,9 @@ Span after_append(const Windows& windows, const Span& before, int64_t length);
 // Span after flush_residual: the border moves to the last multiple of the unit.
 Span after_flush(const Windows& windows, const Span& before);
 
-// Rows of the ring that holds one tail: slot = (position - S) mod capacity. One more than a tail holds between
-// calls (rolling: R + F - 1; published: R keys, R + 1 values), so that a single new row can be stored before the
-// rows that it pushes out are packed.
+// Rows of the ring that holds one tail: slot = (position - S) mod capacity. One more than a tail holds
+// between calls (rolling: R + F - 1; published: R keys, R + 1 values), so that a single new row can be stored
+// before the rows that it pushes out are packed.
 int64_t tail_capacity(const Windows& windows, Part part);
 
 // First position of the tail; positions below S live in the sink window.
