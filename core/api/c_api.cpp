@@ -1,6 +1,391 @@
-// The entry points of the C API, each a few lines: check, translate, call the core.
-#include "api/status.h"
+// The entry points of the C API: each checks, translates and calls the core, in a few lines.
 #include "kivi/kivi.h"
 
-const char* kivi_status_name(kivi_status status) { return kivi::status_name(status); }
-const char* kivi_last_error(void) { return kivi::last_error(); }
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#include "api/batch_check.h"
+#include "api/handle.h"
+#include "api/status.h"
+#include "api/struct_size.h"
+#include "api/tensor_check.h"
+#include "backend/registry.h"
+#include "cache/cache.h"
+#include "cache/config.h"
+#include "cache/presets.h"
+#include "cache/refuse.h"
+#include "format/layout.h"
+
+using namespace kivi;
+
+namespace {
+
+#define KIVI_TEXT_(x) #x
+#define KIVI_TEXT(x) KIVI_TEXT_(x)
+#define KIVI_VERSION_TEXT \
+    KIVI_TEXT(KIVI_VERSION_MAJOR) "." KIVI_TEXT(KIVI_VERSION_MINOR) "." KIVI_TEXT(KIVI_VERSION_PATCH)
+
+#if defined(__clang__)
+#define KIVI_COMPILER "Clang " __clang_version__
+#else
+#define KIVI_COMPILER "GCC " __VERSION__
+#endif
+#if defined(__aarch64__)
+#define KIVI_MACHINE "aarch64"
+#else
+#define KIVI_MACHINE "x86-64"
+#endif
+
+void check_device_kind(int32_t device) {
+    if (device != KIVI_CPU && device != KIVI_CUDA) {
+        refuse_argument("device is ", device, "; supported are 1 (CPU) and 2 (CUDA)");
+    }
+}
+
+const BackendKind& backend_for(int32_t device) {
+    check_device_kind(device);
+    const BackendKind* const kind = find_backend(device);
+    if (kind == nullptr) refuse(KIVI_ERROR_UNSUPPORTED, "device is ", device, " (CUDA), which this build does not have");
+    return *kind;
+}
+
+kivi_config take_config(const kivi_config* config) { return take_struct("config", config); }
+
+// The model, and the word of the backend that it serves every layer.
+Model accepted_model(const kivi_config& config, const BackendKind& kind) {
+    Model model = make_model(config);
+    for (const kivi_layer& layer : model.layers) {
+        if (layer.kv_heads == 0) continue;
+        const PathInfo path = kind.path(model, layer);
+        if (path.attend_path == KIVI_PATH_NONE) refuse(KIVI_ERROR_UNSUPPORTED, path.reason);
+    }
+    return model;
+}
+
+kivi_memory memory_of(const Model& model, const BackendKind& kind) {
+    return estimate(model, kind.layout_version(model), kind.scratch_bytes(model));
+}
+
+uint64_t known_flags(uint64_t flags, uint64_t known) {
+    if ((flags & ~known) != 0) refuse_argument("flags is ", flags, "; known bits are ", known);
+    return flags;
+}
+
+float checked_finite(const char* name, float value) {
+    if (!std::isfinite(value)) refuse_argument(name, " is ", value, "; it must be finite");
+    return value;
+}
+
+float checked_soft_cap(const char* name, float value) {
+    if (!(value >= 0) || !std::isfinite(value)) {
+        refuse_argument(name, " is ", value, "; it must be finite and not negative, 0 for none");
+    }
+    return value;
+}
+
+int64_t checked_window(const char* name, int64_t window_left) {
+    if (window_left < -1) refuse_argument(name, " is ", window_left, "; it must be -1 (all) or more");
+    return window_left;
+}
+
+template <class T>
+void init_struct(const char* name, T* to, size_t struct_size, T defaults) {
+    check_output_struct(name, to, struct_size);
+    put_struct(to, struct_size, defaults);
+}
+
+void apply_preset(const kivi_preset& preset, kivi_config* config) {
+    config->layer.k = preset.k;
+    config->layer.v = preset.v;
+    config->sink = preset.sink;
+    config->recent = preset.recent;
+    config->flush = preset.flush;
+    config->schedule = preset.schedule;
+}
+
+void copy_text(char* to, size_t size, const std::string& text) { std::snprintf(to, size, "%s", text.c_str()); }
+
+}  // namespace
+
+// ---- Version and status ----------------------------------------------------------------------------------
+
+int32_t kivi_version(void) {
+    return 10000 * KIVI_VERSION_MAJOR + 100 * KIVI_VERSION_MINOR + KIVI_VERSION_PATCH;
+}
+const char* kivi_version_string(void) { return KIVI_VERSION_TEXT; }
+const char* kivi_build_info(void) {
+    static const std::string line =
+        "libkivi " KIVI_VERSION_TEXT ", " KIVI_COMPILER ", " KIVI_MACHINE ", " + std::string(build_backends());
+    return line.c_str();
+}
+const char* kivi_status_name(kivi_status status) { return status_name(status); }
+const char* kivi_last_error(void) { return last_error(); }
+
+// ---- Structs and presets -----------------------------------------------------------------------------------
+
+kivi_status kivi_batch_init(kivi_batch* batch, size_t struct_size) {
+    return guarded([&] { init_struct("batch", batch, struct_size, kivi_batch{}); });
+}
+
+kivi_status kivi_config_init(kivi_config* config, size_t struct_size) {
+    return guarded([&] {
+        kivi_config defaults{};
+        defaults.device = KIVI_CPU;
+        defaults.window_dtype = KIVI_F16;
+        apply_preset(*find_preset("k3v2"), &defaults);
+        init_struct("config", config, struct_size, defaults);
+    });
+}
+
+kivi_status kivi_attend_params_init(kivi_attend_params* params, size_t struct_size) {
+    return guarded([&] {
+        kivi_attend_params defaults{};
+        defaults.window_left = -1;
+        init_struct("params", params, struct_size, defaults);
+    });
+}
+
+int32_t kivi_preset_count(void) { return preset_count(); }
+
+kivi_status kivi_preset_at(int32_t index, kivi_preset* preset, size_t struct_size) {
+    return guarded([&] {
+        check_output_struct("preset", preset, struct_size);
+        if (index < 0 || index >= preset_count()) {
+            refuse_argument("index is ", index, "; it must be from 0 to ", preset_count() - 1);
+        }
+        put_struct(preset, struct_size, preset_at(index));
+    });
+}
+
+kivi_status kivi_config_preset(kivi_config* config, const char* name) {
+    return guarded([&] {
+        take_config(config);
+        if (name == nullptr) refuse_argument("name is NULL");
+        const kivi_preset* const preset = find_preset(name);
+        if (preset == nullptr) refuse_argument("name is \"", name, "\"; presets are ", preset_names());
+        apply_preset(*preset, config);
+    });
+}
+
+// ---- Devices and capabilities ------------------------------------------------------------------------------
+
+kivi_status kivi_device_count(int32_t device, int32_t* count) {
+    return guarded([&] {
+        check_pointer("count", count, alignof(int32_t));
+        check_device_kind(device);
+        const BackendKind* const kind = find_backend(device);
+        *count = kind ? kind->count() : 0;
+    });
+}
+
+kivi_status kivi_device_query(int32_t device, int32_t device_id, kivi_device_info* info, size_t struct_size) {
+    return guarded([&] {
+        check_output_struct("info", info, struct_size);
+        check_device_kind(device);
+        if (device_id < 0) refuse_argument("device_id is ", device_id, "; it must not be negative");
+        const BackendKind* const kind = find_backend(device);
+        kivi_device_info answer{};
+        if (kind != nullptr) {
+            const int32_t count = kind->count();
+            if (device_id >= count) {
+                refuse(KIVI_ERROR_NO_DEVICE, "device_id is ", device_id, "; there are ", count, " devices of this kind");
+            }
+            answer = kind->query(device_id);
+        } else {
+            copy_text(answer.reason, sizeof answer.reason, "this build has no CUDA");
+        }
+        answer.device = device;
+        answer.device_id = device_id;
+        put_struct(info, struct_size, answer);
+    });
+}
+
+kivi_status kivi_query_support(const kivi_config* from, int32_t layer, kivi_support* support, size_t struct_size) {
+    return guarded([&] {
+        check_output_struct("support", support, struct_size);
+        const kivi_config config = take_config(from);
+        if (layer < 0 || layer >= config.layer_count) {
+            refuse_argument("layer is ", layer, "; it must be from 0 to ", config.layer_count - 1);
+        }
+        kivi_support answer{};
+        try {
+            const BackendKind& kind = backend_for(config.device);
+            const Model model = accepted_model(config, kind);
+            answer.supported = 1;
+            if (model.has(layer)) {
+                const PathInfo path = kind.path(model, model.layers[layer]);
+                answer.attend_path = path.attend_path;
+                answer.pack_path = path.pack_path;
+                answer.bits_per_element = bits_per_element(model.layers[layer], model.window_dtype);
+                copy_text(answer.reason, sizeof answer.reason, path.reason);
+            } else {
+                copy_text(answer.reason, sizeof answer.reason, "the layer keeps nothing here (kv_heads 0)");
+            }
+        } catch (const Error& refusal) {
+            answer = kivi_support{};
+            copy_text(answer.reason, sizeof answer.reason, refusal.what());
+        }
+        put_struct(support, struct_size, answer);
+    });
+}
+
+// ---- Cache -------------------------------------------------------------------------------------------------
+
+kivi_status kivi_cache_estimate(const kivi_config* from, kivi_memory* memory, size_t struct_size) {
+    return guarded([&] {
+        check_output_struct("memory", memory, struct_size);
+        const kivi_config config = take_config(from);
+        const BackendKind& kind = backend_for(config.device);
+        put_struct(memory, struct_size, memory_of(accepted_model(config, kind), kind));
+    });
+}
+
+kivi_status kivi_cache_create(const kivi_config* from, kivi_cache** cache) {
+    return guarded([&] {
+        check_pointer("cache", cache, alignof(kivi_cache*));
+        *cache = nullptr;
+        const kivi_config config = take_config(from);
+        const BackendKind& kind = backend_for(config.device);
+        const Model model = accepted_model(config, kind);
+        const kivi_memory memory = memory_of(model, kind);
+        *cache = make_handle(std::make_unique<Cache>(model, kind.create(model), memory));
+    });
+}
+
+void kivi_cache_destroy(kivi_cache* cache) {
+    guarded([&] { destroy_handle(cache); });
+}
+
+kivi_status kivi_cache_reset(kivi_cache* handle, kivi_stream stream) {
+    return guarded([&] { ExclusiveUse(handle)->reset(stream); });
+}
+
+kivi_status kivi_reserve(kivi_cache* handle, int64_t tokens, kivi_stream stream) {
+    return guarded([&] { ExclusiveUse(handle)->reserve(tokens, stream); });
+}
+
+kivi_status kivi_cache_memory(const kivi_cache* handle, kivi_memory* memory, size_t struct_size) {
+    return guarded([&] {
+        check_output_struct("memory", memory, struct_size);
+        put_struct(memory, struct_size, SharedUse(handle)->memory());
+    });
+}
+
+// ---- Sequences ---------------------------------------------------------------------------------------------
+
+kivi_status kivi_sequence_reset(kivi_cache* handle, int32_t sequence, kivi_stream stream) {
+    return guarded([&] { ExclusiveUse(handle)->reset_sequence(sequence, stream); });
+}
+
+kivi_status kivi_sequence_length(const kivi_cache* handle, int32_t layer, int32_t sequence, kivi_length* length,
+                                 size_t struct_size) {
+    return guarded([&] {
+        check_output_struct("length", length, struct_size);
+        const SharedUse cache(handle);
+        cache->layer(layer);
+        cache->check_sequence(sequence);
+        put_struct(length, struct_size, cache->length(layer, sequence));
+    });
+}
+
+kivi_status kivi_query_statistics(const kivi_cache* handle, int32_t layer, kivi_statistics* statistics,
+                                  size_t struct_size) {
+    return guarded([&] {
+        check_output_struct("statistics", statistics, struct_size);
+        const SharedUse cache(handle);
+        if (layer != -1) cache->layer(layer);
+        put_struct(statistics, struct_size, cache->statistics(layer));
+    });
+}
+
+// ---- Work --------------------------------------------------------------------------------------------------
+
+kivi_status kivi_append(kivi_cache* handle, int32_t layer, const kivi_batch* rows, const kivi_tensor* k,
+                        const kivi_tensor* v, kivi_stream stream) {
+    return guarded([&] {
+        const ExclusiveUse cache(handle);
+        const kivi_layer& shape = cache->layer(layer);
+        const Batch batch = check_batch(rows, cache->model().max_sequences);
+        const View keys = check_batch_tensor(k, {"k", shape.kv_heads, shape.key_dim}, batch);
+        const View values = check_batch_tensor(v, {"v", shape.kv_heads, shape.value_dim}, batch);
+        cache->append(layer, batch, keys, values, stream);
+    });
+}
+
+kivi_status kivi_flush_residual(kivi_cache* handle, int32_t layer, const kivi_batch* rows, kivi_stream stream) {
+    return guarded([&] {
+        const ExclusiveUse cache(handle);
+        if (layer != -1) cache->layer(layer);
+        cache->flush(layer, check_batch(rows, cache->model().max_sequences, BatchUse::sequences), stream);
+    });
+}
+
+kivi_status kivi_attend(const kivi_cache* handle, int32_t layer, const kivi_batch* rows, const kivi_tensor* q,
+                        const kivi_tensor* out, const kivi_attend_params* from, void* workspace,
+                        size_t workspace_bytes, kivi_stream stream) {
+    return guarded([&] {
+        const SharedUse cache(handle);
+        const kivi_layer& shape = cache->layer(layer);
+        const Batch batch = check_batch(rows, cache->model().max_sequences);
+        AttendRequest request;
+        request.q = check_batch_tensor(q, {"q", shape.q_heads, shape.key_dim}, batch);
+        request.out = check_batch_tensor(out, {"out", shape.q_heads, shape.value_dim, true}, batch);
+        if (from != nullptr) {
+            const kivi_attend_params params = take_struct("params", from);
+            check_reserved("params.reserved", params.reserved);
+            request.scale = checked_finite("params.scale", params.scale);
+            request.soft_cap = checked_soft_cap("params.soft_cap", params.soft_cap);
+            request.window_left = checked_window("params.window_left", params.window_left);
+            request.flags = known_flags(params.flags, KIVI_ATTEND_INVARIANT);
+            if ((params.k == nullptr) != (params.v == nullptr)) {
+                refuse_argument("params.", params.k ? "v" : "k", " is NULL; fresh keys and values come together");
+            }
+            if (params.k != nullptr) {
+                request.k = check_batch_tensor(params.k, {"params.k", shape.kv_heads, shape.key_dim}, batch);
+                request.v = check_batch_tensor(params.v, {"params.v", shape.kv_heads, shape.value_dim}, batch);
+            }
+            if (params.learned_sinks != nullptr) {
+                check_pointer("params.learned_sinks", params.learned_sinks, alignof(float));
+                request.learned_sinks = params.learned_sinks;
+            }
+            if (params.lse != nullptr) {
+                request.lse = check_batch_tensor(params.lse, {"params.lse", shape.q_heads, 0, true, KIVI_F32}, batch);
+            }
+        }
+        cache->attend(layer, batch, request, workspace, workspace_bytes, stream);
+    });
+}
+
+kivi_status kivi_attend_workspace(const kivi_cache* handle, int32_t layer, int32_t rows, int32_t max_count,
+                                  size_t* bytes) {
+    return guarded([&] {
+        check_pointer("bytes", bytes, alignof(size_t));
+        const SharedUse cache(handle);
+        if (layer != -1) cache->layer(layer);
+        if (rows < 0) refuse_argument("rows is ", rows, "; it must not be negative");
+        if (max_count < 0) refuse_argument("max_count is ", max_count, "; it must not be negative");
+        *bytes = cache->attend_workspace(layer, rows, max_count);
+    });
+}
+
+// ---- Reading back, moving ----------------------------------------------------------------------------------
+
+kivi_status kivi_dequantize(const kivi_cache* handle, int32_t layer, int32_t sequence, int64_t begin, int64_t end,
+                            const kivi_tensor* k, const kivi_tensor* v, uint64_t flags, kivi_stream stream) {
+    return guarded([&] {
+        const SharedUse cache(handle);
+        const kivi_layer& shape = cache->layer(layer);
+        cache->check_sequence(sequence);
+        const int64_t length = cache->length(layer, sequence).length;
+        if (begin < 0 || begin > length) refuse_argument("begin is ", begin, "; it must be from 0 to ", length);
+        if (end < begin || end > length) refuse_argument("end is ", end, "; it must be from ", begin, " to ", length);
+        View keys, values;
+        if (k) keys = check_tokens_tensor(k, {"k", shape.kv_heads, shape.key_dim, true}, end - begin);
+        if (v) values = check_tokens_tensor(v, {"v", shape.kv_heads, shape.value_dim, true}, end - begin);
+        const bool stored = known_flags(flags, KIVI_STORED_BASIS) != 0;
+        cache->dequantize(layer, sequence, begin, end, keys, values, stored, stream);
+    });
+}
+

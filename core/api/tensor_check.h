@@ -1,0 +1,28 @@
+// kivi_tensor -> View: every rule of kivi_tensor (kivi.h) with a sentence that names argument, value and limit.
+#pragma once
+#include "backend/backend.h"
+#include "cache/batch.h"
+#include "kivi/kivi.h"
+
+namespace kivi {
+
+// What a call expects of one tensor.
+struct TensorRule {
+    const char* name;
+    int64_t heads;
+    int64_t dim;             // 0: the tensor has no innermost channel size (LSE)
+    bool output = false;
+    int32_t dtype = 0;       // 0: any
+};
+
+// [rows, tokens, heads, dim] or [tokens, heads, dim] (without dim: one size less) for the rows of a batch.
+// An empty view if the batch has no work.
+View check_batch_tensor(const kivi_tensor* tensor, const TensorRule& rule, const Batch& batch);
+
+// [tokens, heads, dim] with exactly `tokens` tokens.
+View check_tokens_tensor(const kivi_tensor* tensor, const TensorRule& rule, int64_t tokens);
+
+// The rules that every tensor obeys, whatever its shape: pointer, dtype, device, rank, sizes, strides, extent.
+void check_tensor(const kivi_tensor* tensor, const TensorRule& rule);
+
+}  // namespace kivi

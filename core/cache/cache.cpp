@@ -1,0 +1,375 @@
+// Work calls, sequences and queries. Moments and the blobs of sequences are in moments.cpp and blob.cpp.
+#include "cache/cache.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <utility>
+
+#include "cache/refuse.h"
+#include "format/half.h"
+#include "format/layout.h"
+
+namespace kivi {
+namespace {
+
+constexpr size_t kWorkspaceAlignment = 64;
+
+size_t aligned(size_t bytes) { return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment; }
+
+int64_t packed_tokens(const Windows& windows, const Span& span, Part part) {
+    return std::max<int64_t>(0, span.border(part) - windows.sink);
+}
+
+uint64_t table_bytes(const Model& model, int64_t blocks) {
+    const uint64_t sequences = model.max_sequences;
+    return PageTable::bytes(model.max_sequences, blocks_per_sequence(model), blocks) +
+           sequences * (model.layers.size() * sizeof(Span) + sizeof(Row) + sizeof(int64_t));
+}
+
+}  // namespace
+
+kivi_memory estimate(const Model& model, uint64_t layout_version, uint64_t scratch_bytes) {
+    kivi_memory memory{};
+    memory.blocks = pool_blocks(model);
+    memory.block_bytes = block_bytes(model);
+    memory.page_bytes = memory.blocks * memory.block_bytes;
+    memory.window_bytes = window_bytes(model);
+    memory.table_bytes = table_bytes(model, memory.blocks);
+    memory.moment_bytes = moment_bytes(model);
+    memory.scratch_bytes = scratch_bytes;
+    memory.total_bytes = memory.page_bytes + memory.window_bytes + memory.table_bytes + memory.moment_bytes +
+                         memory.scratch_bytes;
+    memory.layout_id = layout_id(model, layout_version);
+    return memory;
+}
+
+Cache::Cache(Model model, std::unique_ptr<Backend> backend, const kivi_memory& memory)
+    : model_(std::move(model)),
+      backend_(std::move(backend)),
+      memory_(memory),
+      spans_(model_.layers.size() * model_.max_sequences),
+      table_(model_.max_sequences, blocks_per_sequence(model_), memory.blocks),
+      plan_(model_.max_sequences),
+      planned_(model_.max_sequences),
+      moments_(model_.layers.size()) {}
+
+// ---- Checks ----------------------------------------------------------------------------------------------
+
+const kivi_layer& Cache::layer(int32_t layer) const {
+    const auto count = static_cast<int32_t>(model_.layers.size());
+    if (layer < 0 || layer >= count) {
+        refuse_argument("layer is ", layer, "; it must be from 0 to ", count - 1);
+    }
+    if (!model_.has(layer)) refuse_argument("layer is ", layer, ", which keeps nothing here (kv_heads 0)");
+    return model_.layers[layer];
+}
+
+void Cache::check_sequence(int32_t sequence) const {
+    if (sequence < 0 || sequence >= model_.max_sequences) {
+        refuse_argument("sequence is ", sequence, "; it must be from 0 to ", model_.max_sequences - 1);
+    }
+}
+
+void Cache::check_stream(kivi_stream stream) const {
+    if (model_.device == KIVI_CPU && stream != nullptr) {
+        refuse_argument("stream is ", stream, "; a cache on the CPU takes NULL only");
+    }
+}
+
+void Cache::check_healthy() const {
+    if (device_error_) {
+        refuse(KIVI_ERROR_DEVICE, "an earlier call failed on the device; the cache answers queries and destroy only");
+    }
+}
+
+void Cache::check_blocks(int64_t needed) const {
+    if (needed > table_.free()) {
+        refuse(KIVI_ERROR_CAPACITY, "the call needs ", needed, " more blocks of ", kPageTokens, " tokens; ",
+               table_.free(), " of ", table_.total(), " are free (pool_tokens, kivi_reserve)");
+    }
+}
+
+template <class Work>
+void Cache::run(Work&& work) const {
+    try {
+        work();
+    } catch (const Error& error) {
+        if (error.status() == KIVI_ERROR_DEVICE) device_error_ = true;
+        throw;
+    }
+}
+
+// ---- Work ------------------------------------------------------------------------------------------------
+
+template <class AfterOf>
+Rows Cache::plan_rows(int32_t layer, const Batch& batch, AfterOf&& after_of) {
+    const int64_t number = ++plan_number_;
+    int32_t size = 0;
+    batch.for_each([&](int32_t index, int32_t sequence, int32_t count, int64_t offset) {
+        if (planned_[sequence] == number) {
+            refuse_argument("batch.sequences[", index, "] is ", sequence, ", which stands in an earlier row too");
+        }
+        planned_[sequence] = number;
+        const Span& before = span_at(layer, sequence);
+        plan_[size++] = Row{index,  sequence,          offset, count,
+                            before, after_of(sequence, before, count), table_.blocks(sequence)};
+    });
+    return Rows{plan_.data(), size};
+}
+
+int64_t Cache::missing_blocks(int32_t sequence, const Span& after) const {
+    return std::max<int64_t>(0, blocks_of(model_.windows, after) - table_.count(sequence));
+}
+
+template <class Work>
+void Cache::apply(int32_t layer, Rows rows, Work&& work) {
+    for (const Row& row : rows) {
+        table_.resize(row.sequence, table_.count(row.sequence) + missing_blocks(row.sequence, row.after));
+    }
+    try {
+        run(work);
+    } catch (...) {
+        for (const Row& row : rows) table_.resize(row.sequence, blocks_held(row.sequence));
+        throw;
+    }
+    for (const Row& row : rows) span_at(layer, row.sequence) = row.after;
+}
+
+int64_t Cache::blocks_held(int32_t sequence) const {
+    int64_t blocks = 0;
+    for (int32_t layer = 0; layer < layer_count(); layer++) {
+        blocks = std::max(blocks, blocks_of(model_.windows, span_at(layer, sequence)));
+    }
+    return blocks;
+}
+
+void Cache::append(int32_t layer, const Batch& batch, const View& k, const View& v, kivi_stream stream) {
+    check_stream(stream);
+    check_healthy();
+    const Rows rows = plan_rows(layer, batch, [&](int32_t sequence, const Span& before, int64_t count) {
+        const int64_t length = before.length + count;
+        if (length > model_.max_tokens) {
+            refuse(KIVI_ERROR_CAPACITY, "sequence ", sequence, " has ", before.length, " tokens; ", count,
+                   " more pass max_tokens, ", model_.max_tokens);
+        }
+        return after_append(model_.windows, before, length);
+    });
+    if (rows.size == 0) return;
+    int64_t needed = 0;
+    for (const Row& row : rows) needed += missing_blocks(row.sequence, row.after);
+    check_blocks(needed);
+    apply(layer, rows, [&] { backend_->append(layer, rows, k, v, stream); });
+}
+
+void Cache::flush(int32_t layer, const Batch& batch, kivi_stream stream) {
+    check_stream(stream);
+    check_healthy();
+    if (model_.windows.schedule == KIVI_SCHEDULE_PUBLISHED) {
+        refuse(KIVI_ERROR_UNSUPPORTED, "flush_residual: the published schedule (1) packs only by its own rule");
+    }
+    const auto after = [&](int32_t, const Span& before, int64_t) { return after_flush(model_.windows, before); };
+    const int32_t begin = layer == -1 ? 0 : layer, end = layer == -1 ? layer_count() : layer + 1;
+
+    // One block serves all layers, so the layer that reaches farthest decides.
+    const Rows sequences = plan_rows(begin, batch, after);
+    int64_t needed = 0;
+    for (const Row& row : sequences) {
+        int64_t missing = 0;
+        for (int32_t i = begin; i < end; i++) {
+            const Span flushed = after_flush(model_.windows, span_at(i, row.sequence));
+            missing = std::max(missing, missing_blocks(row.sequence, flushed));
+        }
+        needed += missing;
+    }
+    check_blocks(needed);
+    for (int32_t i = begin; i < end; i++) {
+        if (!model_.has(i)) continue;
+        const Rows rows = plan_rows(i, batch, after);
+        if (rows.size > 0) apply(i, rows, [&] { backend_->flush(i, rows, stream); });
+    }
+}
+
+// Workspace of attend, from its first 64-byte boundary on:
+//
+//   rows of the plan | one bit a sequence, to find doubles | the backend's part
+size_t Cache::plan_bytes(int32_t rows) const {
+    return aligned(rows * sizeof(Row)) + aligned((model_.max_sequences + 7) / 8);
+}
+
+size_t Cache::attend_workspace(int32_t layer, int32_t rows, int32_t max_count) const {
+    const int32_t active = std::min(rows, model_.max_sequences);
+    if (active == 0 || max_count == 0) return 0;
+    size_t backend_bytes = 0;
+    const int32_t begin = layer == -1 ? 0 : layer, end = layer == -1 ? layer_count() : layer + 1;
+    for (int32_t i = begin; i < end; i++) {
+        if (model_.has(i)) backend_bytes = std::max(backend_bytes, backend_->attend_workspace(i, active, max_count));
+    }
+    return kWorkspaceAlignment - 1 + plan_bytes(active) + aligned(backend_bytes);
+}
+
+void Cache::attend(int32_t layer, const Batch& batch, const AttendRequest& request, void* workspace,
+                   size_t workspace_bytes, kivi_stream stream) const {
+    check_stream(stream);
+    check_healthy();
+    const size_t needed = attend_workspace(layer, batch.active, batch.max_count);
+    if (workspace_bytes < needed) {
+        refuse(KIVI_ERROR_BUFFER_TOO_SMALL, "workspace_bytes is ", workspace_bytes, "; ", batch.active,
+               " rows of at most ", batch.max_count, " queries need ", needed);
+    }
+    if (batch.active == 0) return;
+    if (workspace == nullptr) refuse_argument("workspace is NULL, but ", needed, " bytes are needed");
+
+    uint8_t* const base =
+        reinterpret_cast<uint8_t*>(aligned(reinterpret_cast<uintptr_t>(workspace)));
+    uint8_t* const end = static_cast<uint8_t*>(workspace) + workspace_bytes;
+    const int32_t most_rows = std::min(batch.active, model_.max_sequences);
+    Row* const rows = reinterpret_cast<Row*>(base);
+    uint8_t* const seen = base + aligned(most_rows * sizeof(Row));
+    std::memset(seen, 0, (model_.max_sequences + 7) / 8);
+
+    int32_t size = 0;
+    batch.for_each([&](int32_t index, int32_t sequence, int32_t count, int64_t offset) {
+        const uint8_t bit = static_cast<uint8_t>(1 << (sequence % 8));
+        if (seen[sequence / 8] & bit) {
+            refuse_argument("batch.sequences[", index, "] is ", sequence, ", which stands in an earlier row too");
+        }
+        seen[sequence / 8] |= bit;
+        const Span& span = span_at(layer, sequence);
+        new (&rows[size++]) Row{index, sequence, offset, count, span, span, table_.blocks(sequence)};
+    });
+
+    AttendCall call;
+    call.layer = layer;
+    call.rows = Rows{rows, size};
+    call.q = request.q;
+    call.out = request.out;
+    call.k = request.k;
+    call.v = request.v;
+    call.lse = request.lse;
+    call.scale = request.scale != 0 ? request.scale
+                                    : static_cast<float>(1 / std::sqrt(static_cast<double>(model_.layers[layer].key_dim)));
+    call.soft_cap = request.soft_cap;
+    call.window_left = request.window_left;
+    call.learned_sinks = request.learned_sinks;
+    call.flags = request.flags;
+    call.workspace = base + plan_bytes(most_rows);
+    call.workspace_bytes = static_cast<size_t>(end - static_cast<uint8_t*>(call.workspace));
+    call.stream = stream;
+    run([&] { backend_->attend(call); });
+}
+
+void Cache::dequantize(int32_t layer, int32_t sequence, int64_t begin, int64_t end, const View& k, const View& v,
+                       bool stored_basis, kivi_stream stream) const {
+    check_stream(stream);
+    check_healthy();
+    if (begin == end) return;
+    const Span& span = span_at(layer, sequence);
+    const Row row{0, sequence, 0, end - begin, span, span, table_.blocks(sequence)};
+    run([&] { backend_->dequantize(layer, row, begin, end, k, v, stored_basis, stream); });
+}
+
+// ---- Sequences and the pool --------------------------------------------------------------------------------
+
+void Cache::drop_contents(int32_t sequence) {
+    table_.resize(sequence, 0);
+    for (int32_t layer = 0; layer < layer_count(); layer++) span_at(layer, sequence) = Span{};
+}
+
+void Cache::publish(int32_t sequence, const std::vector<Span>& spans, kivi_stream stream) {
+    run([&] {
+        backend_->set_sequence(sequence, spans, table_.blocks(sequence), table_.count(sequence), stream);
+    });
+}
+
+void Cache::reset(kivi_stream stream) {
+    check_stream(stream);
+    check_healthy();
+    const std::vector<Span> empty(layer_count());
+    run([&] { backend_->reset(stream); });
+    for (int32_t sequence = 0; sequence < model_.max_sequences; sequence++) {
+        drop_contents(sequence);
+        publish(sequence, empty, stream);
+    }
+}
+
+void Cache::reset_sequence(int32_t sequence, kivi_stream stream) {
+    check_stream(stream);
+    check_healthy();
+    check_sequence(sequence);
+    const std::vector<Span> empty(layer_count());
+    drop_contents(sequence);
+    publish(sequence, empty, stream);
+}
+
+void Cache::reserve(int64_t tokens, kivi_stream stream) {
+    check_stream(stream);
+    check_healthy();
+    if (tokens < 0) refuse_argument("tokens is ", tokens, "; it must not be negative");
+    const int64_t most = std::numeric_limits<int32_t>::max();
+    const int64_t blocks = tokens / kPageTokens + (tokens % kPageTokens != 0);
+    if (blocks > most || blocks > (int64_t{1} << 62) / static_cast<int64_t>(memory_.block_bytes)) {
+        refuse_argument("tokens is ", tokens, "; the limit is 2147483647 blocks of ", kPageTokens,
+                        " tokens and 2^62 bytes");
+    }
+    const int64_t more = blocks - table_.total();
+    if (more <= 0) return;
+    table_.prepare(more);
+    run([&] { backend_->grow_pool(more, stream); });
+    table_.add_blocks(more);
+    const uint64_t table_before = table_bytes(model_, memory_.blocks);
+    memory_.blocks += more;
+    memory_.page_bytes += more * memory_.block_bytes;
+    memory_.table_bytes = table_bytes(model_, memory_.blocks);
+    memory_.total_bytes += more * memory_.block_bytes + memory_.table_bytes - table_before;
+}
+
+// ---- Queries -----------------------------------------------------------------------------------------------
+
+kivi_length Cache::length(int32_t layer, int32_t sequence) const {
+    const Span& span = span_at(layer, sequence);
+    kivi_length length{};
+    length.length = span.length;
+    length.sink = std::min(span.length, model_.windows.sink);
+    length.key_border = std::min(span.length, tail_begin(model_.windows, span, Part::key));
+    length.value_border = std::min(span.length, tail_begin(model_.windows, span, Part::value));
+    return length;
+}
+
+kivi_statistics Cache::statistics(int32_t layer) const {
+    kivi_statistics sum{};
+    sum.key_rounding = KIVI_ROUND_QUERY_AWARE;
+    sum.moments = 2;
+    const int32_t begin = layer == -1 ? 0 : layer, end = layer == -1 ? layer_count() : layer + 1;
+    for (int32_t i = begin; i < end; i++) {
+        if (!model_.has(i)) continue;
+        const kivi_layer& shape = model_.layers[i];
+        for (int32_t sequence = 0; sequence < model_.max_sequences; sequence++) {
+            const Span& span = span_at(i, sequence);
+            sum.tokens += span.length;
+            sum.packed_tokens += packed_tokens(model_.windows, span, Part::key);
+            for (Part part : {Part::key, Part::value}) {
+                const int dim = dim_of(shape, part);
+                const int64_t packed = packed_tokens(model_.windows, span, part);
+                const int64_t row = dim * static_cast<int64_t>(dtype_bytes(model_.window_dtype));
+                sum.live_bytes += shape.kv_heads * (packed_bytes(spec_of(shape, part), dim, model_.window_dtype, packed) +
+                                                    (span.length - packed) * row);
+            }
+        }
+        sum.saturated_rows += backend_->saturated_rows(i);
+        const Moments& moments = moments_[i];
+        const int32_t state = !moments.tables.empty() ? 2 : moments.queries > 0 ? 1 : 0;
+        sum.moments = std::min(sum.moments, state);
+        if (state < 2) sum.key_rounding = KIVI_ROUND_NEAREST;
+        sum.moment_queries += moments.accumulated;
+    }
+    sum.blocks_used = table_.used();
+    sum.blocks_free = table_.free();
+    sum.device_error = device_error_ ? 1 : 0;
+    return sum;
+}
+
+}  // namespace kivi

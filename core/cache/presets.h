@@ -1,0 +1,15 @@
+// The presets: named, versioned pairs of specs with windows.
+#pragma once
+#include "kivi/kivi.h"
+
+namespace kivi {
+
+int preset_count();
+// struct_size is not filled in.
+const kivi_preset& preset_at(int index);
+// NULL: no preset of that name.
+const kivi_preset* find_preset(const char* name);
+// "k3v2, kivi2-sink, ...", for sentences.
+const char* preset_names();
+
+}  // namespace kivi
