@@ -10,11 +10,6 @@ namespace kivi::cpu {
 // page_order.cpp for its picture. Which specs use lanes is decided here alone.
 enum class Order { canonical, lanes };
 
-struct CodePlace {
-    int64_t byte;  // from the start of the tensor's part
-    int shift;     // lowest bit of the code in that byte; a 3-bit code may be split: see code_get / code_put
-};
-
 struct PageOrder {
     Order order = Order::canonical;
     kivi_spec spec{};
