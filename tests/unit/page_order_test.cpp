@@ -11,8 +11,8 @@ using namespace kivi::cpu;
 
 TEST_CASE("codes and parameters fill a part without overlap") {
     for (int bits : {2, 3, 4, 8}) {
-        for (int axis : {KIVI_AXIS_CHANNEL, KIVI_AXIS_TOKEN}) {
-            for (int group : {32, 64, 128, KIVI_GROUP_HEAD}) {
+        for (kivi_axis axis : {KIVI_AXIS_CHANNEL, KIVI_AXIS_TOKEN}) {
+            for (int group : {32, 64, 128, static_cast<int>(KIVI_GROUP_HEAD)}) {
                 for (int dim : {24, 64, 80, 128}) {
                     if (axis == KIVI_AXIS_CHANNEL && group == KIVI_GROUP_HEAD) continue;
                     if (axis == KIVI_AXIS_TOKEN && group > dim) continue;
