@@ -94,12 +94,11 @@ suite_rust() {
 # runs here is the AVX2 path.
 suite_valgrind() {
     need valgrind || return 0
-    local bin=$build/release/bindings/c/examples program
-    for program in "$bin/decode_loop_c" "$bin/decode_loop_cpp" \
-        "$bin/dlopen_client $build/release/core/libkivi.so"; do
+    local examples=$build/release/bindings/c/examples program
+    for program in "$examples/decode_loop_c" "$examples/decode_loop_cpp" \
+        "$examples/dlopen_client $build/release/core/libkivi.so"; do
         # shellcheck disable=SC2086 # the words of a command
-        valgrind --quiet --error-exitcode=9 --leak-check=full --show-leak-kinds=all \
-            --errors-for-leak-kinds=definite,indirect,possible $program
+        valgrind --quiet --error-exitcode=9 --leak-check=full --show-leak-kinds=definite,indirect,possible $program
         pass
     done
 }
