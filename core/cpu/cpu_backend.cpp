@@ -265,7 +265,7 @@ PathInfo path(const Model&, const kivi_layer&) {
 }
 
 // Changes with the order of bytes inside pages.
-uint64_t layout_version(const Model&) { return 1; }
+uint64_t layout_version(const Model&) { return 2; }
 
 uint64_t scratch_bytes(const Model& model) {
     return static_cast<uint64_t>(model.threads * scratch_floats(model)) * sizeof(float);

@@ -40,7 +40,7 @@ class SignalsBlocked {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads) : process_(getpid()) {
+ThreadPool::ThreadPool(int threads) : process_(getpid()), bed_(std::make_unique<Bed>()) {
     if (threads <= 1) return;
     handles_ = std::make_unique<std::thread[]>(threads - 1);
     SignalsBlocked blocked;
@@ -56,14 +56,16 @@ ThreadPool::ThreadPool(int threads) : process_(getpid()) {
 
 ThreadPool::~ThreadPool() {
     if (process_ != getpid()) {
-        (void)handles_.release();  // after fork() there is nothing to join
+        // After fork() there are no workers to join, but their marks on what they slept on remain.
+        (void)handles_.release();
+        (void)bed_.release();
         return;
     }
     {
-        std::lock_guard<std::mutex> lock(mutex_);
+        std::lock_guard<std::mutex> lock(bed_->mutex);
         stop_.store(true);
     }
-    wake_.notify_all();
+    bed_->wake.notify_all();
     for (int i = 0; i < workers_; ++i) handles_[i].join();
 }
 
@@ -79,8 +81,8 @@ void ThreadPool::parallel(int64_t items, Task task, void* context) {
     next_.store(0, std::memory_order_relaxed);
     open_.store(++jobs_);
     if (asleep_.load() > 0) {
-        { std::lock_guard<std::mutex> lock(mutex_); }  // a worker about to sleep has looked at open_ or will
-        wake_.notify_all();
+        { std::lock_guard<std::mutex> lock(bed_->mutex); }  // a worker about to sleep has looked at open_ or will
+        bed_->wake.notify_all();
     }
     run_items(0);
     // Closed first, counted second; workers enter in the opposite order, so none slips through.
@@ -116,10 +118,10 @@ uint64_t ThreadPool::wait_for_job(uint64_t last) {
         }
     } while (std::chrono::steady_clock::now() < until);
 
-    std::unique_lock<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(bed_->mutex);
     asleep_.fetch_add(1);
     uint64_t job = 0;
-    wake_.wait(lock, [&] {
+    bed_->wake.wait(lock, [&] {
         job = open_.load();
         return ready(job) || stop_.load();
     });

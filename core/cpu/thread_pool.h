@@ -47,6 +47,11 @@ class ThreadPool {
     int workers_ = 0;
     int64_t process_ = 0;  // the process that owns the workers
     std::unique_ptr<std::thread[]> handles_;
+    struct Bed {  // where workers sleep
+        std::mutex mutex;
+        std::condition_variable wake;
+    };
+    std::unique_ptr<Bed> bed_;
 
     std::atomic<bool> busy_{false};
 
@@ -62,8 +67,6 @@ class ThreadPool {
 
     alignas(64) std::atomic<int> asleep_{0};
     std::atomic<bool> stop_{false};
-    std::mutex mutex_;
-    std::condition_variable wake_;
 };
 
 }  // namespace kivi::cpu
