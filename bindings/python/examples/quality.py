@@ -41,8 +41,8 @@ SCORED_FROM = 256  # positions before it have too little context to tell presets
 def main():
     arguments = parse()
     try:
-        windows, calibration = read_windows(arguments.windows)
         file = ModelFile(arguments.model)
+        windows, calibration = read_windows(arguments.windows)
         model = Llama(file)
     except (ModelError, WindowsError) as error:
         print(error, file=sys.stderr)
@@ -57,7 +57,7 @@ def main():
         for candidate in CANDIDATES:
             score = scores[candidate.label]
             row = {
-                "preset": candidate.label,
+                "preset": candidate.label if candidate.k else candidate.preset,
                 "moments": candidate.moments,
                 "k_hadamard": caches[candidate.label].cache.config.layers[0].k.transform == "hadamard",
                 "bits_per_element": round(bits_per_element(caches[candidate.label].cache), 4),
@@ -67,7 +67,7 @@ def main():
                 "top1": round(score.top1, 4),
             }
             out.write(json.dumps(row) + "\n")
-            print(f"{row['preset']:32s} {row['bits_per_element']:6.2f} bits  ppl {row['ppl']:8.3f} "
+            print(f"{candidate.label:32s} {row['bits_per_element']:6.2f} bits  ppl {row['ppl']:8.3f} "
                   f"({100 * (row['ppl'] / row['ppl_f16'] - 1):+6.2f} %)  KL {row['kl']:.4f}  "
                   f"top-1 {100 * row['top1']:.1f} %")
     return 0

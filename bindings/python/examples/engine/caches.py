@@ -83,7 +83,7 @@ class KiviCache:
         """A callback that only stores the new tokens."""
         counts = np.asarray(counts, np.int32)
 
-        def store(layer, q, k, v):
+        def store(layer, k, v):
             self.cache.append(layer, k, v, counts=counts)
         return store
 

@@ -86,20 +86,19 @@ def generate(model, caches, prompts, count, stops, advance=lambda: None):
     """
     everything = list(caches.values())
     together = SideBySide(everything)
-    lengths = [len(prompt) for prompt in prompts] * 2
+    half, lengths = len(prompts), [len(prompt) for prompt in prompts]
+    # The prompt attends to itself in full precision, so one pass serves every sequence of every cache.
     start = np.concatenate([np.arange(length) for length in lengths])
-    # The prompt attends to itself in full precision, so one pass serves every cache.
-    hidden = model.forward(np.concatenate(prompts * 2), start, prompt_attention(everything, lengths))
+    hidden = model.forward(np.concatenate(prompts), start, prompt_attention(everything, lengths))
     chosen = model.logits(hidden[np.cumsum(lengths) - 1]).argmax(-1)
-    chosen = np.tile(chosen, (len(everything), 1))
-    half = len(prompts)
+    chosen = np.tile(chosen, (len(everything), 2))
     history = []
     for step in range(count):
         history.append(chosen)
         fed = chosen.copy()
         fed[:, half:] = chosen[0, :half]
-        positions = np.tile(np.array(lengths) + step, len(everything))
-        hidden = model.forward(fed.ravel(), positions, together.attention([1] * len(lengths)))
+        positions = np.tile(np.array(lengths) + step, 2 * len(everything))
+        hidden = model.forward(fed.ravel(), positions, together.attention([1] * 2 * half))
         chosen = model.logits(hidden).argmax(-1).reshape(fed.shape)
         advance()
     history = np.stack(history)  # [steps, caches, sequences]
@@ -117,13 +116,14 @@ def generate(model, caches, prompts, count, stops, advance=lambda: None):
     return answers
 
 
-def prompt_attention(caches, counts):
-    """The first cache stores and attends; the others store the same keys and values."""
-    attend = caches[0].attention(counts)
-    stores = [cache.storage(counts) for cache in caches[1:]]
+def prompt_attention(caches, lengths):
+    """The first cache stores the prompts and attends; then all store the same keys and values, twice each."""
+    attend = caches[0].attention(lengths)
+    stores = [cache.storage(lengths) for cache in caches[1:]]
+    stores += [cache.storage([0] * len(lengths) + lengths) for cache in caches]
 
     def call(layer, q, k, v):
         for store in stores:
-            store(layer, q, k, v)
+            store(layer, k, v)
         return attend(layer, q, k, v)
     return call

