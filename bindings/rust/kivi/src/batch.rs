@@ -30,11 +30,13 @@ pub struct Batch<'a> {
 
 impl<'a> Batch<'a> {
     /// Sequences `0` to `rows - 1`, each with `count` tokens.
+    #[inline]
     pub fn first(rows: i32, count: i32) -> Batch<'a> {
         Batch { rows, max_count: count, sequences: None, counts: None, offsets: None }
     }
 
     /// These sequences, each with `count` tokens.
+    #[inline]
     pub fn uniform(sequences: &'a [i32], count: i32) -> Batch<'a> {
         Batch {
             rows: rows_of(sequences),
@@ -67,6 +69,7 @@ impl<'a> Batch<'a> {
         Ok(Batch { offsets: Some(offsets), ..self })
     }
 
+    #[inline]
     pub(crate) fn to_raw(self) -> sys::kivi_batch {
         sys::kivi_batch {
             struct_size: size_of::<sys::kivi_batch>(),

@@ -104,10 +104,10 @@ impl<'a> TensorRef<'a> {
     /// assert!(TensorRef::new(&data, &[2, 3, 8]).is_ok());
     /// assert!(TensorRef::new(&data, &[2, 4, 8]).is_err());
     /// ```
+    #[inline]
     pub fn new<T: Element>(data: &'a [T], shape: &[usize]) -> Result<TensorRef<'a>> {
-        let strides = dense_strides(shape)?;
-        exact_length(data.len(), shape)?;
-        TensorRef::with_strides(data, shape, &strides[..shape.len()])
+        let raw = dense::<T>(data.as_ptr().cast_mut().cast(), data.len(), shape)?;
+        Ok(TensorRef { raw, memory: PhantomData })
     }
 
     /// A view whose element at `index` is `data[sum of index * stride]`. The slice may be longer than the view.
@@ -125,7 +125,7 @@ impl<'a> TensorRef<'a> {
         shape: &[usize],
         strides: &[usize],
     ) -> Result<TensorRef<'a>> {
-        let raw = describe::<T>(data.as_ptr().cast_mut().cast(), data.len(), shape, strides)?;
+        let raw = strided::<T>(data.as_ptr().cast_mut().cast(), data.len(), shape, strides)?;
         Ok(TensorRef { raw, memory: PhantomData })
     }
 
@@ -162,10 +162,10 @@ impl<'a> TensorRef<'a> {
 
 impl<'a> TensorMut<'a> {
     /// A view without gaps, the last size innermost. The slice must have as many elements as the shape.
+    #[inline]
     pub fn new<T: Element>(data: &'a mut [T], shape: &[usize]) -> Result<TensorMut<'a>> {
-        let strides = dense_strides(shape)?;
-        exact_length(data.len(), shape)?;
-        TensorMut::with_strides(data, shape, &strides[..shape.len()])
+        let raw = dense::<T>(data.as_mut_ptr().cast(), data.len(), shape)?;
+        Ok(TensorMut { raw, memory: PhantomData })
     }
 
     /// A view whose element at `index` is `data[sum of index * stride]`, which must be a place of its own: each
@@ -175,7 +175,7 @@ impl<'a> TensorMut<'a> {
         shape: &[usize],
         strides: &[usize],
     ) -> Result<TensorMut<'a>> {
-        let raw = describe::<T>(data.as_mut_ptr().cast(), data.len(), shape, strides)?;
+        let raw = strided::<T>(data.as_mut_ptr().cast(), data.len(), shape, strides)?;
         no_overlap(shape, strides)?;
         Ok(TensorMut { raw, memory: PhantomData })
     }
@@ -235,14 +235,36 @@ fn write_view(f: &mut fmt::Formatter<'_>, name: &str, raw: &sys::kivi_tensor) ->
 /// Largest rank; the smallest is 2.
 const RANKS: usize = 4;
 
-/// A host view over `length` elements of type `T`, refused if it would leave them.
-fn describe<T: Element>(
+/// A host view without gaps over all of `length` elements of type `T`.
+#[inline]
+fn dense<T: Element>(data: *mut c_void, length: usize, shape: &[usize]) -> Result<sys::kivi_tensor> {
+    let mut raw = blank(data, T::DTYPE, Device::Cpu, 0, shape.len())?;
+    let mut step = Some(1usize); // of an empty tensor too, all strides are positive
+    for i in (0..shape.len()).rev() {
+        raw.shape[i] = shape[i] as i64;
+        raw.stride[i] = step.unwrap_or(0) as i64;
+        step = step.and_then(|step| step.checked_mul(shape[i].max(1)));
+    }
+    match step {
+        Some(step) if step <= i64::MAX as usize => {
+            let elements = if shape.contains(&0) { 0 } else { step };
+            if elements == length {
+                Ok(raw)
+            } else {
+                Err(wrong_length(length, shape, elements))
+            }
+        }
+        _ => Err(too_large(shape)),
+    }
+}
+
+/// A host view over some of `length` elements of type `T`, refused if it would leave them.
+fn strided<T: Element>(
     data: *mut c_void,
     length: usize,
     shape: &[usize],
     strides: &[usize],
 ) -> Result<sys::kivi_tensor> {
-    debug_assert!(size_of::<T>() == if T::DTYPE == Dtype::F32 { 4 } else { 2 });
     let raw = fill(data, T::DTYPE, Device::Cpu, 0, shape, strides)?;
     let extent = extent(shape, strides)?;
     if extent <= length {
@@ -261,38 +283,57 @@ fn fill(
     shape: &[usize],
     strides: &[usize],
 ) -> Result<sys::kivi_tensor> {
-    check_rank(shape)?;
+    let mut raw = blank(data, dtype, device, device_id, shape.len())?;
     if strides.len() != shape.len() {
         return Err(Error::invalid(format!("{} strides for {} sizes", strides.len(), shape.len())));
     }
-    if shape[shape.len() - 1] > 1 && strides[shape.len() - 1] != 1 {
-        return Err(Error::invalid(format!("the innermost stride is {}, not 1", strides[shape.len() - 1])));
+    let (size, stride) = (shape[shape.len() - 1], strides[shape.len() - 1]);
+    if size > 1 && stride != 1 {
+        return Err(Error::invalid(format!("the innermost stride is {stride}, not 1")));
     }
-    let mut raw = sys::kivi_tensor {
-        data,
-        dtype: dtype as i32,
-        device: device as i32,
-        device_id,
-        rank: shape.len() as i32,
-        ..Default::default()
-    };
     for i in 0..shape.len() {
-        raw.shape[i] = shape[i].try_into().map_err(|_| too_large(shape, strides))?;
-        raw.stride[i] = strides[i].try_into().map_err(|_| too_large(shape, strides))?;
+        raw.shape[i] = shape[i].try_into().map_err(|_| too_large(shape))?;
+        raw.stride[i] = strides[i].try_into().map_err(|_| too_large(shape))?;
     }
     Ok(raw)
 }
 
-fn check_rank(shape: &[usize]) -> Result<()> {
-    if (2..=RANKS).contains(&shape.len()) {
-        return Ok(());
+/// A view of this rank whose sizes and strides are still to be set.
+#[inline]
+fn blank(
+    data: *mut c_void,
+    dtype: Dtype,
+    device: Device,
+    device_id: i32,
+    rank: usize,
+) -> Result<sys::kivi_tensor> {
+    if !(2..=RANKS).contains(&rank) {
+        return Err(wrong_rank(rank));
     }
-    Err(Error::invalid(format!("the shape has {} sizes, a tensor has 2, 3 or 4", shape.len())))
+    Ok(sys::kivi_tensor {
+        data,
+        dtype: dtype as i32,
+        device: device as i32,
+        device_id,
+        rank: rank as i32,
+        shape: [0; RANKS],
+        stride: [0; RANKS],
+    })
 }
 
 #[cold]
-fn too_large(shape: &[usize], strides: &[usize]) -> Error {
-    Error::invalid(format!("shape {shape:?} with strides {strides:?} exceeds 64-bit addresses"))
+fn wrong_rank(rank: usize) -> Error {
+    Error::invalid(format!("the shape has {rank} sizes, a tensor has 2, 3 or 4"))
+}
+
+#[cold]
+fn wrong_length(length: usize, shape: &[usize], elements: usize) -> Error {
+    Error::invalid(format!("the slice has {length} elements, shape {shape:?} has {elements}"))
+}
+
+#[cold]
+fn too_large(shape: &[usize]) -> Error {
+    Error::invalid(format!("shape {shape:?} with its strides exceeds 64-bit addresses"))
 }
 
 /// Elements from the first of the view to one past its last.
@@ -304,26 +345,7 @@ fn extent(shape: &[usize], strides: &[usize]) -> Result<usize> {
     for (&size, &stride) in shape.iter().zip(strides) {
         extent = extent.zip((size - 1).checked_mul(stride)).and_then(|(sum, step)| sum.checked_add(step));
     }
-    extent.ok_or_else(|| too_large(shape, strides))
-}
-
-fn dense_strides(shape: &[usize]) -> Result<[usize; RANKS]> {
-    check_rank(shape)?;
-    let mut strides = [0; RANKS];
-    let mut step = 1usize;
-    for i in (0..shape.len()).rev() {
-        strides[i] = step;
-        step = step.checked_mul(shape[i].max(1)).ok_or_else(|| too_large(shape, &[]))?;
-    }
-    Ok(strides)
-}
-
-fn exact_length(length: usize, shape: &[usize]) -> Result<()> {
-    let wanted: usize = shape.iter().product();
-    if length == wanted {
-        return Ok(());
-    }
-    Err(Error::invalid(format!("the slice has {length} elements, shape {shape:?} has {wanted}")))
+    extent.ok_or_else(|| too_large(shape))
 }
 
 /// Refuses views in which two indices could name one place. Taken from the shortest stride to the longest, each

@@ -62,6 +62,10 @@ fn rows_outside_of_a_tensor_are_refused() {
     }
     // Without offsets the rows follow one another: 2 + 2 tokens of 3.
     assert_kind(cache.append(0, &Batch::first(2, 2), &view, &view), ErrorKind::InvalidArgument);
+    // [rows, tokens, heads, dim] with more rows or tokens than there are.
+    let view = TensorRef::new(&three, &[1, 3, 2, 64]).unwrap();
+    assert_kind(cache.append(0, &Batch::first(2, 1), &view, &view), ErrorKind::InvalidArgument);
+    assert_kind(cache.append(0, &Batch::first(1, 4), &view, &view), ErrorKind::InvalidArgument);
     assert_eq!(state(&cache), before);
 }
 
@@ -92,24 +96,34 @@ fn learned_sinks_are_as_many_as_query_heads() {
 
 #[test]
 fn unsupported() {
-    let odd = Heads { key_dim: 60, ..HEADS };
-    let config = config("k3v2", odd, 1, 100);
-    let error = Cache::new(&config).unwrap_err();
-    assert!(matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidArgument), "{error:?}");
-    let support = config.support(0);
-    assert!(support.is_err() || !support.unwrap().supported);
-    let own = support::config("k3v2", HEADS, 1, 100).k(Spec::token(3, 64).query_aware());
-    let support = own.support(0).unwrap();
-    assert!(!support.supported && !support.reason.is_empty());
-    let error = Cache::new(&own).unwrap_err();
-    assert!(matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidArgument), "{error:?}");
+    let mut cache = filled("kivi2-paper", 200);
+    let before = state(&cache);
+    assert_kind(cache.flush_residual(None, &Batch::first(1, 0)), ErrorKind::Unsupported);
+    assert_eq!(state(&cache), before);
+}
+
+#[test]
+fn a_config_is_refused_before_and_when_a_cache_is_made_of_it() {
+    let refused = [
+        config("k3v2", Heads { key_dim: 60, ..HEADS }, 1, 100),
+        config("k3v2", Heads { q_heads: 5, ..HEADS }, 1, 100),
+        config("k3v2", HEADS, 1, 100).k(Spec::channel(5, 64)),
+        config("k3v2", HEADS, 1, 100).k(Spec::token(3, 64).query_aware()),
+        config("k3v2", HEADS, 1, 100).v(Spec::token(2, 128)),
+    ];
+    for config in refused {
+        let error = assert_kind(Cache::new(&config), ErrorKind::InvalidArgument);
+        let support = config.support(0).unwrap();
+        assert!(!support.supported);
+        assert_eq!(support.reason, error.message());
+    }
 }
 
 #[test]
 fn out_of_memory() {
-    let huge =
-        config("f16", Heads { q_heads: 64, kv_heads: 64, key_dim: 512, value_dim: 512 }, 1 << 20, 1 << 30);
-    assert_kind(Cache::new(&huge), ErrorKind::OutOfMemory);
+    // 128 KiB a token, 2^31 tokens: more than a process can address.
+    let heads = Heads { q_heads: 64, kv_heads: 64, key_dim: 512, value_dim: 512 };
+    assert_kind(Cache::new(&config("f16", heads, 1, 1 << 31)), ErrorKind::OutOfMemory);
 }
 
 #[test]
@@ -128,9 +142,12 @@ fn no_device() {
     assert_eq!(kivi::device_count(Device::Cpu).unwrap(), 1);
     let cpu = device_info(Device::Cpu, 0).unwrap();
     assert!(cpu.available && cpu.reason.is_empty() && !cpu.name.is_empty() && cpu.threads > 0);
+    assert_kind(device_info(Device::Cpu, 1), ErrorKind::NoDevice);
     if kivi::device_count(Device::Cuda).unwrap() == 0 {
-        let config = config("k3v2", HEADS, 1, 100).device(Device::Cuda, 0);
-        assert_kind(Cache::new(&config), ErrorKind::NoDevice);
+        let error = Cache::new(&config("k3v2", HEADS, 1, 100).device(Device::Cuda, 0)).unwrap_err();
+        let without_cuda = kivi::build_info().contains("no CUDA");
+        let kind = if without_cuda { ErrorKind::Unsupported } else { ErrorKind::NoDevice };
+        assert_eq!(error.kind(), kind, "{error}");
     }
 }
 
