@@ -63,7 +63,10 @@ suite_readme() {
 suite_python() {
     rm -rf "$build/wheel"
     python3 -m pip wheel -q --disable-pip-version-check --no-deps -w "$build/wheel" "$root/bindings/python"
-    python3 -m pip install -q --disable-pip-version-check --force-reinstall --no-deps "$build"/wheel/kivi-*.whl
+    local wheel
+    wheel=$(ls "$build"/wheel/kivi-*.whl)
+    python3 -m pip install -q --disable-pip-version-check --force-reinstall --no-deps "$wheel"
+    python3 -m pip install -q --disable-pip-version-check "$wheel[test]"
     pytest_in bindings/python/tests
 }
 
@@ -85,8 +88,8 @@ suite_rust() {
     cmake --install "$build/release" --prefix "$build/prefix"
     local status=0
     KIVI_LIB_DIR=$build/prefix/lib KIVI_INCLUDE_DIR=$build/prefix/include bindings/rust/scripts/test 2>&1 |
-        tee "$logs/cargo.txt" || status=$?
-    count cargo "$logs/cargo.txt"
+        tee "$logs/rust.txt" || status=$?
+    count summary "$logs/rust.txt"
     return "$status"
 }
 
