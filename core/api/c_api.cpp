@@ -1,16 +1,17 @@
 // The entry points of the C API: each checks, translates and calls the core, in a few lines.
 #include "kivi/kivi.h"
 
-#include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <string>
 
 #include "api/batch_check.h"
 #include "api/handle.h"
+#include "api/merge_check.h"
+#include "api/probe_check.h"
 #include "api/status.h"
 #include "api/struct_size.h"
 #include "api/tensor_check.h"
+#include "api/value_check.h"
 #include "backend/registry.h"
 #include "cache/cache.h"
 #include "cache/config.h"
@@ -68,26 +69,9 @@ kivi_memory memory_of(const Model& model, const BackendKind& kind) {
     return estimate(model, kind.layout_version(model), kind.scratch_bytes(model));
 }
 
-uint64_t known_flags(uint64_t flags, uint64_t known) {
-    if ((flags & ~known) != 0) refuse_argument("flags is ", flags, "; known bits are ", known);
-    return flags;
-}
-
-float checked_finite(const char* name, float value) {
-    if (!std::isfinite(value)) refuse_argument(name, " is ", value, "; it must be finite");
-    return value;
-}
-
-float checked_soft_cap(const char* name, float value) {
-    if (!(value >= 0) || !std::isfinite(value)) {
-        refuse_argument(name, " is ", value, "; it must be finite and not negative, 0 for none");
-    }
-    return value;
-}
-
-int64_t checked_window(const char* name, int64_t window_left) {
-    if (window_left < -1) refuse_argument(name, " is ", window_left, "; it must be -1 (all) or more");
-    return window_left;
+// A blob buffer may have any alignment; a NULL one must be empty.
+void check_buffer(const void* buffer, size_t bytes) {
+    if (buffer == nullptr && bytes > 0) refuse_argument("buffer is NULL, but bytes is ", bytes);
 }
 
 template <class T>
@@ -142,6 +126,22 @@ kivi_status kivi_config_init(kivi_config* config, size_t struct_size) {
 kivi_status kivi_attend_params_init(kivi_attend_params* params, size_t struct_size) {
     return guarded([&] {
         kivi_attend_params defaults{};
+        defaults.window_left = -1;
+        init_struct("params", params, struct_size, defaults);
+    });
+}
+
+kivi_status kivi_probe_params_init(kivi_probe_params* params, size_t struct_size) {
+    return guarded([&] {
+        kivi_probe_params defaults{};
+        const kivi_preset& preset = *find_preset("k3v2");
+        defaults.k_spec = preset.k;
+        defaults.v_spec = preset.v;
+        defaults.sink = preset.sink;
+        defaults.recent = preset.recent;
+        defaults.flush = preset.flush;
+        defaults.schedule = preset.schedule;
+        defaults.window_dtype = KIVI_F16;
         defaults.window_left = -1;
         init_struct("params", params, struct_size, defaults);
     });
@@ -337,8 +337,8 @@ kivi_status kivi_attend(const kivi_cache* handle, int32_t layer, const kivi_batc
             check_reserved("params.reserved", params.reserved);
             request.scale = checked_finite("params.scale", params.scale);
             request.soft_cap = checked_soft_cap("params.soft_cap", params.soft_cap);
-            request.window_left = checked_window("params.window_left", params.window_left);
-            request.flags = known_flags(params.flags, KIVI_ATTEND_INVARIANT);
+            request.window_left = checked_window_left("params.window_left", params.window_left);
+            request.flags = checked_flags(params.flags, KIVI_ATTEND_INVARIANT);
             if ((params.k == nullptr) != (params.v == nullptr)) {
                 refuse_argument("params.", params.k ? "v" : "k", " is NULL; fresh keys and values come together");
             }
@@ -370,6 +370,14 @@ kivi_status kivi_attend_workspace(const kivi_cache* handle, int32_t layer, int32
     });
 }
 
+kivi_status kivi_merge(int32_t parts, const kivi_tensor* outs, const kivi_tensor* lses, const float* learned_sinks,
+                       const kivi_tensor* out, const kivi_tensor* lse, kivi_stream stream) {
+    return guarded([&] {
+        if (stream != nullptr) refuse_argument("stream is ", stream, "; tensors on the CPU take NULL only");
+        merge_parts(check_merge(parts, outs, lses, learned_sinks, out, lse));
+    });
+}
+
 // ---- Reading back, moving ----------------------------------------------------------------------------------
 
 kivi_status kivi_dequantize(const kivi_cache* handle, int32_t layer, int32_t sequence, int64_t begin, int64_t end,
@@ -384,8 +392,117 @@ kivi_status kivi_dequantize(const kivi_cache* handle, int32_t layer, int32_t seq
         View keys, values;
         if (k) keys = check_tokens_tensor(k, {"k", shape.kv_heads, shape.key_dim, true}, end - begin);
         if (v) values = check_tokens_tensor(v, {"v", shape.kv_heads, shape.value_dim, true}, end - begin);
-        const bool stored = known_flags(flags, KIVI_STORED_BASIS) != 0;
+        const bool stored = checked_flags(flags, KIVI_STORED_BASIS) != 0;
         cache->dequantize(layer, sequence, begin, end, keys, values, stored, stream);
     });
 }
 
+kivi_status kivi_export_size(const kivi_cache* handle, int32_t sequence, size_t* bytes) {
+    return guarded([&] {
+        check_pointer("bytes", bytes, alignof(size_t));
+        const SharedUse cache(handle);
+        cache->check_sequence(sequence);
+        *bytes = cache->export_size(sequence);
+    });
+}
+
+kivi_status kivi_export(const kivi_cache* handle, int32_t sequence, void* buffer, size_t bytes, size_t* written,
+                        kivi_stream stream) {
+    return guarded([&] {
+        check_pointer("written", written, alignof(size_t));
+        check_buffer(buffer, bytes);
+        const SharedUse cache(handle);
+        cache->check_sequence(sequence);
+        *written = cache->export_sequence(sequence, buffer, bytes, stream);
+    });
+}
+
+kivi_status kivi_import(kivi_cache* handle, int32_t sequence, const void* buffer, size_t bytes, kivi_stream stream) {
+    return guarded([&] {
+        check_buffer(buffer, bytes);
+        const ExclusiveUse cache(handle);
+        cache->check_sequence(sequence);
+        cache->import_sequence(sequence, buffer, bytes, stream);
+    });
+}
+
+// ---- Moments -----------------------------------------------------------------------------------------------
+
+kivi_status kivi_moments_accumulate(kivi_cache* handle, int32_t layer, const kivi_batch* rows, const kivi_tensor* q,
+                                    kivi_stream stream) {
+    return guarded([&] {
+        const ExclusiveUse cache(handle);
+        const kivi_layer& shape = cache->query_aware_layer(layer);
+        const Batch batch = check_batch(rows, cache->model().max_sequences, BatchUse::counts);
+        const View queries = check_batch_tensor(q, {"q", shape.q_heads, shape.key_dim}, batch);
+        cache->accumulate_moments(layer, batch, queries, stream);
+    });
+}
+
+kivi_status kivi_moments_set(kivi_cache* handle, int32_t layer, const kivi_tensor* m, uint64_t flags,
+                             kivi_stream stream) {
+    return guarded([&] {
+        const ExclusiveUse cache(handle);
+        const kivi_layer& shape = cache->query_aware_layer(layer);
+        const View moments =
+            check_tokens_tensor(m, {"m", shape.key_dim, shape.key_dim, false, KIVI_F32}, shape.kv_heads);
+        cache->set_moments(layer, moments, checked_flags(flags, KIVI_STORED_BASIS) != 0, stream);
+    });
+}
+
+kivi_status kivi_moments_commit(kivi_cache* handle, int32_t layer, kivi_stream stream) {
+    return guarded([&] {
+        const ExclusiveUse cache(handle);
+        cache->query_aware_layer(layer);
+        cache->commit_moments(layer, stream);
+    });
+}
+
+kivi_status kivi_moments_export_size(const kivi_cache* handle, int32_t layer, size_t* bytes) {
+    return guarded([&] {
+        check_pointer("bytes", bytes, alignof(size_t));
+        const SharedUse cache(handle);
+        cache->query_aware_layer(layer);
+        *bytes = cache->moments_export_size(layer);
+    });
+}
+
+kivi_status kivi_moments_export(const kivi_cache* handle, int32_t layer, void* buffer, size_t bytes,
+                                size_t* written) {
+    return guarded([&] {
+        check_pointer("written", written, alignof(size_t));
+        check_buffer(buffer, bytes);
+        const SharedUse cache(handle);
+        cache->query_aware_layer(layer);
+        *written = cache->export_moments(layer, buffer, bytes);
+    });
+}
+
+kivi_status kivi_moments_import(kivi_cache* handle, int32_t layer, const void* buffer, size_t bytes,
+                                kivi_stream stream) {
+    return guarded([&] {
+        check_buffer(buffer, bytes);
+        const ExclusiveUse cache(handle);
+        cache->query_aware_layer(layer);
+        cache->import_moments(layer, buffer, bytes, stream);
+    });
+}
+
+// ---- Probe -------------------------------------------------------------------------------------------------
+
+kivi_status kivi_probe(const kivi_probe_params* params, kivi_probe_result* total, kivi_probe_result* per_head,
+                       size_t struct_size) {
+    return guarded([&] {
+        check_output_struct("total", total, struct_size);
+        if (per_head != nullptr) check_output_struct("per_head", per_head, struct_size);
+        if (struct_size % alignof(kivi_probe_result) != 0) {
+            refuse_argument("struct_size is ", struct_size, "; it must be the size of a struct of numbers of 8 bytes");
+        }
+        const ProbeAnswer answer = probe(check_probe(take_struct("params", params)));
+        put_struct(total, struct_size, answer.total);
+        auto* at = reinterpret_cast<unsigned char*>(per_head);
+        for (size_t head = 0; per_head != nullptr && head < answer.heads.size(); head++, at += struct_size) {
+            put_struct(reinterpret_cast<kivi_probe_result*>(at), struct_size, answer.heads[head]);
+        }
+    });
+}

@@ -2,7 +2,6 @@
 // a handle up takes no lock. Creating and destroying do.
 #include "api/handle.h"
 
-#include <deque>
 #include <mutex>
 #include <thread>
 
@@ -16,26 +15,27 @@ constexpr int kSlabs = 24;
 constexpr size_t kFirstSlab = 64;        // slots of slab 0
 constexpr size_t kQuarantine = 1024;     // destroyed slots that wait before the oldest is used again
 
-// The process's slots. Never destroyed: handles may be asked about until the very end.
-struct Slots {
-    std::atomic<kivi_cache*> slabs[kSlabs] = {};
-    std::mutex mutex;                    // guards what follows
-    int slab_count = 0;
-    size_t slots_left = 0;               // never used, in the last slab
-    std::deque<kivi_cache*> destroyed;   // oldest first
-};
+// The process's slots, in static storage: handles may be asked about until the very end.
+std::atomic<kivi_cache*> slabs[kSlabs];
+std::mutex mutex;                     // guards what follows
+int slab_count = 0;
+size_t slots_left = 0;                // never used, in the last slab
+size_t live = 0;
+kivi_cache* oldest_destroyed = nullptr;
+kivi_cache* newest_destroyed = nullptr;
+size_t destroyed_count = 0;
 
-Slots& slots() {
-    static Slots* const all = new Slots;
-    return *all;
-}
+// Gives the slabs back when the library is unloaded, unless a cache is still alive.
+struct Sweep {
+    ~Sweep();
+} sweep;
 
 size_t slab_size(int slab) { return kFirstSlab << slab; }
 
 bool is_slot(const kivi_cache* handle) {
     const auto address = reinterpret_cast<uintptr_t>(handle);
     for (int slab = 0; slab < kSlabs; slab++) {
-        const kivi_cache* const first = slots().slabs[slab].load(std::memory_order_acquire);
+        const kivi_cache* const first = slabs[slab].load(std::memory_order_acquire);
         if (first == nullptr) return false;
         const auto begin = reinterpret_cast<uintptr_t>(first);
         if (address >= begin && address < begin + slab_size(slab) * sizeof(kivi_cache)) {
@@ -45,22 +45,34 @@ bool is_slot(const kivi_cache* handle) {
     return false;
 }
 
+Sweep::~Sweep() {
+    if (live > 0) return;
+    for (std::atomic<kivi_cache*>& slab : slabs) delete[] slab.exchange(nullptr);
+}
+
 kivi_cache* take_slot() {
-    Slots& all = slots();
-    if (all.slots_left == 0 && all.destroyed.size() > kQuarantine) {
-        kivi_cache* const oldest = all.destroyed.front();
-        all.destroyed.pop_front();
+    if (slots_left == 0 && destroyed_count > kQuarantine) {
+        kivi_cache* const oldest = oldest_destroyed;
+        oldest_destroyed = oldest->next_destroyed;
+        destroyed_count--;
         return oldest;
     }
-    if (all.slots_left == 0) {
-        if (all.slab_count == kSlabs) refuse(KIVI_ERROR_OUT_OF_MEMORY, "too many caches are alive");
-        const size_t size = slab_size(all.slab_count);
-        all.slabs[all.slab_count].store(new kivi_cache[size], std::memory_order_release);
-        all.slab_count++;
-        all.slots_left = size;
+    if (slots_left == 0) {
+        if (slab_count == kSlabs) refuse(KIVI_ERROR_OUT_OF_MEMORY, "too many caches are alive");
+        const size_t size = slab_size(slab_count);
+        slabs[slab_count].store(new kivi_cache[size], std::memory_order_release);
+        slab_count++;
+        slots_left = size;
     }
-    const int last = all.slab_count - 1;
-    return all.slabs[last].load(std::memory_order_relaxed) + (slab_size(last) - all.slots_left--);
+    const int last = slab_count - 1;
+    return slabs[last].load(std::memory_order_relaxed) + (slab_size(last) - slots_left--);
+}
+
+void queue_destroyed(kivi_cache* slot) {
+    slot->next_destroyed = nullptr;
+    (destroyed_count == 0 ? oldest_destroyed : newest_destroyed->next_destroyed) = slot;
+    newest_destroyed = slot;
+    destroyed_count++;
 }
 
 void check_handle(const kivi_cache* handle) {
@@ -75,8 +87,9 @@ void check_handle(const kivi_cache* handle) {
 }  // namespace
 
 kivi_cache* make_handle(std::unique_ptr<Cache> cache) {
-    std::lock_guard<std::mutex> lock(slots().mutex);
+    std::lock_guard<std::mutex> lock(mutex);
     kivi_cache* const slot = take_slot();
+    live++;
     slot->cache.store(cache.release(), std::memory_order_release);
     return slot;
 }
@@ -95,8 +108,9 @@ void destroy_handle(kivi_cache* handle) {
     }
     cache.reset();
     handle->use.fetch_sub(kExclusive, std::memory_order_release);
-    std::lock_guard<std::mutex> lock(slots().mutex);
-    slots().destroyed.push_back(handle);
+    std::lock_guard<std::mutex> lock(mutex);
+    live--;
+    queue_destroyed(handle);
 }
 
 SharedUse::SharedUse(const kivi_cache* handle) : handle_(const_cast<kivi_cache*>(handle)) {

@@ -16,6 +16,7 @@
 struct alignas(64) kivi_cache {
     std::atomic<uint32_t> use{0};
     std::atomic<kivi::Cache*> cache{nullptr};
+    kivi_cache* next_destroyed = nullptr;  // in the queue of destroyed slots
 };
 
 namespace kivi {

@@ -45,7 +45,13 @@ void check_size(const char* name, int axis, const char* what, int64_t size, int6
     if (size != wanted) refuse_argument(name, ": shape[", axis, "] (", what, ") is ", size, "; it must be ", wanted);
 }
 
-// View of a tensor whose axes from `first` on are [tokens, heads, dim] or, without channels, [tokens, heads].
+void check_inner_sizes(const kivi_tensor& tensor, const TensorRule& rule, int first) {
+    check_size(rule.name, first + 1, "heads", tensor.shape[first + 1], rule.heads);
+    if (rule.dim > 0) check_size(rule.name, first + 2, "dim", tensor.shape[first + 2], rule.dim);
+}
+
+}  // namespace
+
 View make_view(const kivi_tensor& tensor, int first, bool has_dim) {
     View view;
     view.data = tensor.data;
@@ -57,13 +63,6 @@ View make_view(const kivi_tensor& tensor, int first, bool has_dim) {
     if (!has_dim && tensor.shape[first + 1] == 1) view.head_stride = 1;
     return view;
 }
-
-void check_inner_sizes(const kivi_tensor& tensor, const TensorRule& rule, int first) {
-    check_size(rule.name, first + 1, "heads", tensor.shape[first + 1], rule.heads);
-    if (rule.dim > 0) check_size(rule.name, first + 2, "dim", tensor.shape[first + 2], rule.dim);
-}
-
-}  // namespace
 
 void check_tensor(const kivi_tensor* tensor, const TensorRule& rule) {
     const char* name = rule.name;

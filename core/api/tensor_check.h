@@ -25,4 +25,7 @@ View check_tokens_tensor(const kivi_tensor* tensor, const TensorRule& rule, int6
 // The rules that every tensor obeys, whatever its shape: pointer, dtype, device, rank, sizes, strides, extent.
 void check_tensor(const kivi_tensor* tensor, const TensorRule& rule);
 
+// View of a checked tensor whose axes from `first` (0 or 1) on are [tokens, heads, dim] or [tokens, heads].
+View make_view(const kivi_tensor& tensor, int first, bool has_dim);
+
 }  // namespace kivi

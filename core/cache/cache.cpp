@@ -1,4 +1,4 @@
-// Work calls, sequences and queries. Moments and the blobs of sequences are in moments.cpp and blob.cpp.
+// What each call checks, and what it then does.
 #include "cache/cache.h"
 
 #include <algorithm>
@@ -9,6 +9,7 @@
 #include <new>
 #include <utility>
 
+#include "cache/moments.h"
 #include "cache/refuse.h"
 #include "format/half.h"
 #include "format/layout.h"
@@ -327,6 +328,221 @@ void Cache::reserve(int64_t tokens, kivi_stream stream) {
     memory_.total_bytes += more * memory_.block_bytes + memory_.table_bytes - table_before;
 }
 
+// ---- Moving one sequence -----------------------------------------------------------------------------------
+
+std::vector<Span> Cache::spans_of(int32_t sequence) const {
+    std::vector<Span> spans(layer_count());
+    const Span* first = nullptr;
+    for (int32_t layer = 0; layer < layer_count(); layer++) {
+        if (!model_.has(layer)) continue;
+        spans[layer] = span_at(layer, sequence);
+        if (first == nullptr) first = &spans[layer];
+        if (spans[layer].length != first->length) {
+            refuse(KIVI_ERROR_STATE, "sequence ", sequence, " has ", spans[layer].length, " tokens in layer ", layer,
+                   " and ", first->length, " in an earlier one; it moves between steps, when all are alike");
+        }
+    }
+    return spans;
+}
+
+std::vector<EncoderMark> Cache::encoder_marks() const {
+    std::vector<EncoderMark> marks(layer_count());
+    for (int32_t layer = 0; layer < layer_count(); layer++) {
+        const Moments& moments = moments_[layer];
+        if (!moments.tables.empty()) marks[layer] = EncoderMark{1, moments.crc};
+    }
+    return marks;
+}
+
+size_t Cache::export_size(int32_t sequence) const { return blob_bytes(model_, spans_of(sequence)); }
+
+size_t Cache::export_sequence(int32_t sequence, void* buffer, size_t bytes, kivi_stream stream) const {
+    check_stream(stream);
+    check_healthy();
+    const std::vector<Span> spans = spans_of(sequence);
+    const std::vector<size_t> offsets = blob_offsets(model_, spans);
+    const size_t needed = blob_bytes(model_, spans);
+    if (bytes < needed) {
+        refuse(KIVI_ERROR_BUFFER_TOO_SMALL, "bytes is ", bytes, "; sequence ", sequence, " needs ", needed);
+    }
+    auto* const blob = static_cast<uint8_t*>(buffer);
+    const int32_t* const blocks = table_.blocks(sequence);
+    run([&] { backend_->synchronize(stream); });
+    write_blob_head(model_, spans, encoder_marks(), blob);
+    for (int32_t layer = 0; layer < layer_count(); layer++) {
+        uint8_t* at = blob + offsets[layer];
+        for_each_piece(model_, layer, spans[layer], [&](const BlobPiece& piece) {
+            if (piece.kind == BlobPiece::page) {
+                backend_->export_page(layer, piece.part, piece.head, blocks[piece.page_index], piece.end - piece.begin, at);
+            } else {
+                backend_->export_window(layer, piece.part, piece.head, sequence, piece.begin, piece.end, at);
+            }
+            at += piece.bytes;
+        });
+    }
+    write_blob_crc(blob, needed);
+    return needed;
+}
+
+void Cache::import_sequence(int32_t sequence, const void* buffer, size_t bytes, kivi_stream stream) {
+    check_stream(stream);
+    check_healthy();
+    const auto* const blob = static_cast<const uint8_t*>(buffer);
+    const std::vector<Span> spans = read_blob(model_, encoder_marks(), blob, bytes);
+    const std::vector<size_t> offsets = blob_offsets(model_, spans);
+    int64_t blocks = 0;
+    for (const Span& span : spans) blocks = std::max(blocks, blocks_of(model_.windows, span));
+    check_blocks(blocks - table_.count(sequence));
+
+    run([&] { backend_->synchronize(stream); });
+    table_.resize(sequence, 0);
+    table_.resize(sequence, blocks);
+    const int32_t* const table = table_.blocks(sequence);
+    for (int32_t layer = 0; layer < layer_count(); layer++) {
+        span_at(layer, sequence) = spans[layer];
+        const uint8_t* at = blob + offsets[layer];
+        for_each_piece(model_, layer, spans[layer], [&](const BlobPiece& piece) {
+            if (piece.kind == BlobPiece::page) {
+                backend_->import_page(layer, piece.part, piece.head, table[piece.page_index], piece.end - piece.begin, at);
+            } else {
+                backend_->import_window(layer, piece.part, piece.head, sequence, piece.begin, piece.end, at);
+            }
+            at += piece.bytes;
+        });
+    }
+    publish(sequence, spans, stream);
+}
+
+// ---- Moments -----------------------------------------------------------------------------------------------
+
+const kivi_layer& Cache::query_aware_layer(int32_t index) const {
+    const kivi_layer& shape = layer(index);
+    if (shape.k.bits == 16 || shape.k.rounding != KIVI_ROUND_QUERY_AWARE) {
+        refuse_argument("layer is ", index, ", whose keys are not rounded query-aware (k.rounding 1), so it has no moments");
+    }
+    return shape;
+}
+
+void Cache::check_nothing_packed(int32_t layer, const char* what) const {
+    for (int32_t sequence = 0; sequence < model_.max_sequences; sequence++) {
+        const Span& span = span_at(layer, sequence);
+        if (std::max(span.key_border, span.value_border) > 0) {
+            refuse(KIVI_ERROR_STATE, what, ": layer ", layer, " has packed tokens (sequence ", sequence,
+                   "), so its moments are frozen; reset its sequences first");
+        }
+    }
+}
+
+void Cache::use_tables(int32_t layer, std::vector<Feedback> tables) {
+    Moments& moments = moments_[layer];
+    moments.crc = tables_crc(tables);
+    moments.tables = std::move(tables);
+    run([&] { backend_->set_feedback(layer, moments.tables); });
+}
+
+void Cache::write_means(int32_t layer, const std::vector<float>& means, int64_t queries) {
+    run([&] { backend_->write_moments(layer, means.data()); });
+    Moments& moments = moments_[layer];
+    moments.present = true;
+    moments.are_means = true;
+    moments.queries = queries;
+}
+
+std::vector<float> Cache::mean_moments(int32_t layer) const {
+    const kivi_layer& shape = model_.layers[layer];
+    const Moments& moments = moments_[layer];
+    std::vector<float> means(static_cast<size_t>(shape.kv_heads) * shape.key_dim * shape.key_dim);
+    run([&] { backend_->read_moments(layer, means.data()); });
+    if (!moments.are_means) {
+        for (float& mean : means) mean = static_cast<float>(mean / static_cast<double>(moments.queries));
+    }
+    return means;
+}
+
+void Cache::accumulate_moments(int32_t layer, const Batch& batch, const View& q, kivi_stream stream) {
+    check_stream(stream);
+    check_healthy();
+    Moments& moments = moments_[layer];
+    if (!moments.tables.empty()) check_nothing_packed(layer, "kivi_moments_accumulate");
+    if (batch.active == 0) return;
+    const kivi_layer& shape = model_.layers[layer];
+    std::vector<Row> rows;
+    rows.reserve(batch.active);
+    int64_t tokens = 0;
+    batch.for_each([&](int32_t index, int32_t, int32_t count, int64_t offset) {
+        Row row;
+        row.index = index;
+        row.offset = offset;
+        row.count = count;
+        rows.push_back(row);
+        tokens += count;
+    });
+
+    // Means become sums again; a matrix that the caller set weighs as one query row.
+    if (moments.are_means) {
+        std::vector<float> sums = mean_moments(layer);
+        const int64_t weight = std::max<int64_t>(1, moments.queries);
+        for (float& sum : sums) sum *= static_cast<float>(weight);
+        run([&] { backend_->write_moments(layer, sums.data()); });
+        moments.are_means = false;
+        moments.queries = weight;
+    }
+    run([&] { backend_->accumulate_moments(layer, Rows{rows.data(), static_cast<int32_t>(rows.size())}, q, stream); });
+    moments.present = true;
+    moments.queries += tokens * (shape.q_heads / shape.kv_heads);
+    use_tables(layer, {});
+}
+
+void Cache::set_moments(int32_t layer, const View& m, bool stored_basis, kivi_stream stream) {
+    check_stream(stream);
+    check_healthy();
+    check_nothing_packed(layer, "kivi_moments_set");
+    const kivi_layer& shape = model_.layers[layer];
+    const std::vector<float> means = moments_in_stored_basis(m, shape, stored_basis);
+    make_tables(means, shape);  // refuses here what commit would refuse
+    write_means(layer, means, 0);
+    use_tables(layer, {});
+}
+
+void Cache::commit_moments(int32_t layer, kivi_stream stream) {
+    check_stream(stream);
+    check_healthy();
+    if (!moments_[layer].present) {
+        refuse(KIVI_ERROR_STATE, "layer ", layer, " has no moments to commit; accumulate or set them first");
+    }
+    check_nothing_packed(layer, "kivi_moments_commit");
+    run([&] { backend_->synchronize(stream); });
+    use_tables(layer, make_tables(mean_moments(layer), model_.layers[layer]));
+}
+
+size_t Cache::moments_export_size(int32_t layer) const {
+    if (moments_[layer].tables.empty()) {
+        refuse(KIVI_ERROR_STATE, "layer ", layer, " has no committed moments to export");
+    }
+    return moments_blob_bytes(model_.layers[layer]);
+}
+
+size_t Cache::export_moments(int32_t layer, void* buffer, size_t bytes) const {
+    check_healthy();
+    const size_t needed = moments_export_size(layer);
+    if (bytes < needed) {
+        refuse(KIVI_ERROR_BUFFER_TOO_SMALL, "bytes is ", bytes, "; the moments of layer ", layer, " need ", needed);
+    }
+    const Moments& moments = moments_[layer];
+    write_moments_blob(model_.layers[layer], moments.queries, mean_moments(layer), moments.tables,
+                       static_cast<uint8_t*>(buffer));
+    return needed;
+}
+
+void Cache::import_moments(int32_t layer, const void* buffer, size_t bytes, kivi_stream stream) {
+    check_stream(stream);
+    check_healthy();
+    MomentTables read = read_moments_blob(model_.layers[layer], static_cast<const uint8_t*>(buffer), bytes);
+    check_nothing_packed(layer, "kivi_moments_import");
+    write_means(layer, read.means, read.queries);
+    use_tables(layer, std::move(read.heads));
+}
+
 // ---- Queries -----------------------------------------------------------------------------------------------
 
 kivi_length Cache::length(int32_t layer, int32_t sequence) const {
@@ -361,10 +577,10 @@ kivi_statistics Cache::statistics(int32_t layer) const {
         }
         sum.saturated_rows += backend_->saturated_rows(i);
         const Moments& moments = moments_[i];
-        const int32_t state = !moments.tables.empty() ? 2 : moments.queries > 0 ? 1 : 0;
+        const int32_t state = !moments.tables.empty() ? 2 : moments.present ? 1 : 0;
         sum.moments = std::min(sum.moments, state);
         if (state < 2) sum.key_rounding = KIVI_ROUND_NEAREST;
-        sum.moment_queries += moments.accumulated;
+        sum.moment_queries += moments.queries;
     }
     sum.blocks_used = table_.used();
     sum.blocks_free = table_.free();

@@ -14,6 +14,7 @@
 
 #include "backend/backend.h"
 #include "cache/batch.h"
+#include "cache/blob.h"
 #include "cache/page_table.h"
 #include "format/model.h"
 #include "format/policy.h"
@@ -74,13 +75,13 @@ class Cache {
     kivi_statistics statistics(int32_t layer) const;  // layer -1: sums over all
 
   private:
-    // Query moments of one layer.
+    // Query moments of one layer. The backend holds the matrices: sums of q q', or means where they came as such.
     struct Moments {
-        int64_t queries = 0;          // rows in the backend's sums; 0: none
-        int64_t accumulated = 0;      // of them, counted for statistics
-        std::vector<float> matrices;  // committed: [kv_heads][key_dim][key_dim], stored basis; else empty
-        std::vector<Feedback> tables; // committed: one a head
-        uint64_t hash = 0;            // of the committed tables; 0: nearest rounding
+        bool present = false;
+        bool are_means = false;
+        int64_t queries = 0;            // query rows behind each matrix; 0: the caller set it
+        std::vector<Feedback> tables;   // committed: one a head, which the backend reads; else empty
+        uint32_t crc = 0;               // of the tables
     };
 
     Span& span_at(int32_t layer, int32_t sequence) { return spans_[index_of(layer, sequence)]; }
@@ -91,7 +92,12 @@ class Cache {
 
     void check_stream(kivi_stream stream) const;
     void check_healthy() const;
-    void check_nothing_packed(int32_t layer) const;
+    void check_nothing_packed(int32_t layer, const char* what) const;
+    void use_tables(int32_t layer, std::vector<Feedback> tables);
+    void write_means(int32_t layer, const std::vector<float>& means, int64_t queries);
+    std::vector<float> mean_moments(int32_t layer) const;
+    std::vector<EncoderMark> encoder_marks() const;
+    std::vector<Span> spans_of(int32_t sequence) const;  // of all layers; refused if their lengths differ
 
     // The batch's rows with their spans before and after; `after_of(sequence, before, count)` may refuse.
     template <class AfterOf>

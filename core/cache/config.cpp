@@ -37,22 +37,6 @@ void check_dim(const std::string& name, int32_t dim) {
     }
 }
 
-kivi_layer checked_layer(const std::string& name, const kivi_layer& layer) {
-    check_reserved_zero(name, layer.reserved);
-    if (layer.kv_heads < 0) refuse_argument(name, ".kv_heads is ", layer.kv_heads, "; it must not be negative");
-    if (layer.kv_heads == 0) return kivi_layer{};
-    if (layer.q_heads <= 0 || layer.q_heads % layer.kv_heads != 0) {
-        refuse_argument(name, ".q_heads is ", layer.q_heads, "; it must be a positive multiple of kv_heads, ",
-                        layer.kv_heads);
-    }
-    check_dim(name + ".key_dim", layer.key_dim);
-    check_dim(name + ".value_dim", layer.value_dim);
-    kivi_layer checked = layer;
-    checked.k = checked_spec((name + ".k").c_str(), layer.k, Part::key, layer.key_dim);
-    checked.v = checked_spec((name + ".v").c_str(), layer.v, Part::value, layer.value_dim);
-    return checked;
-}
-
 // Sizes are 64-bit integers everywhere, and block ids 32-bit. Estimated in floating point first, so that the
 // exact functions of layout.h cannot overflow.
 void check_sizes(const Model& model) {
@@ -87,8 +71,24 @@ int default_threads() {
 
 }  // namespace
 
-kivi_spec checked_spec(const char* name, const kivi_spec& spec, Part part, int dim) {
-    const std::string field = std::string(name) + ".";
+kivi_layer checked_layer(const std::string& name, const kivi_layer& layer) {
+    check_reserved_zero(name, layer.reserved);
+    if (layer.kv_heads < 0) refuse_argument(name, ".kv_heads is ", layer.kv_heads, "; it must not be negative");
+    if (layer.kv_heads == 0) return kivi_layer{};
+    if (layer.q_heads <= 0 || layer.q_heads % layer.kv_heads != 0) {
+        refuse_argument(name, ".q_heads is ", layer.q_heads, "; it must be a positive multiple of kv_heads, ",
+                        layer.kv_heads);
+    }
+    check_dim(name + ".key_dim", layer.key_dim);
+    check_dim(name + ".value_dim", layer.value_dim);
+    kivi_layer checked = layer;
+    checked.k = checked_spec(name + ".k", layer.k, Part::key, layer.key_dim);
+    checked.v = checked_spec(name + ".v", layer.v, Part::value, layer.value_dim);
+    return checked;
+}
+
+kivi_spec checked_spec(const std::string& name, const kivi_spec& spec, Part part, int dim) {
+    const std::string field = name + ".";
     check_reserved_zero(name, spec.reserved);
     if (!is_one_of(spec.bits, {2, 3, 4, 8, 16})) {
         refuse_argument(field, "bits is ", spec.bits, "; supported are 2, 3, 4, 8 and 16");
@@ -192,6 +192,13 @@ Windows checked_windows(int64_t sink, int64_t recent, int64_t flush, int32_t sch
     return Windows{sink, recent, flush, unit, schedule};
 }
 
+int32_t checked_window_dtype(int32_t dtype) {
+    if (!is_one_of(dtype, {KIVI_F32, KIVI_F16, KIVI_BF16})) {
+        refuse_argument("window_dtype is ", dtype, "; supported are 1 (f32), 2 (f16) and 3 (bf16)");
+    }
+    return dtype;
+}
+
 Model make_model(const kivi_config& config) {
     check_reserved_zero("config", config.reserved);
     if (!is_one_of(config.device, {KIVI_CPU, KIVI_CUDA})) {
@@ -200,9 +207,6 @@ Model make_model(const kivi_config& config) {
     if (config.device_id < 0 || (config.device == KIVI_CPU && config.device_id != 0)) {
         refuse_argument("device_id is ", config.device_id, "; it must be ", config.device == KIVI_CPU ? "0 on the CPU"
                                                                                                       : "0 or more");
-    }
-    if (!is_one_of(config.window_dtype, {KIVI_F32, KIVI_F16, KIVI_BF16})) {
-        refuse_argument("window_dtype is ", config.window_dtype, "; supported are 1 (f32), 2 (f16) and 3 (bf16)");
     }
     if (config.max_sequences < 1) refuse_argument("max_sequences is ", config.max_sequences, "; it must be at least 1");
     if (config.max_tokens < 1) refuse_argument("max_tokens is ", config.max_tokens, "; it must be at least 1");
@@ -223,7 +227,7 @@ Model make_model(const kivi_config& config) {
     Model model;
     model.device = config.device;
     model.device_id = config.device_id;
-    model.window_dtype = config.window_dtype;
+    model.window_dtype = checked_window_dtype(config.window_dtype);
     model.max_sequences = config.max_sequences;
     model.max_tokens = config.max_tokens;
     model.pool_tokens = config.pool_tokens;
