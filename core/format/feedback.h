@@ -23,7 +23,8 @@ inline int64_t feedback_row(int dim, int j) {
     return static_cast<int64_t>(j) * (2 * dim - j - 1) / 2;
 }
 
-// Codes of one token: y [dim] is used up; scale and min [dim] are those of the groups that hold it.
+// Codes of one token y [dim]; scale and min [dim] are those of the groups that hold it. Afterwards y holds
+// what each channel was coded from.
 void encode_row(const Feedback& feedback, int bits, float* y, const float* scale, const float* min,
                 uint8_t* codes);
 

@@ -108,12 +108,19 @@ Restated restate(const std::vector<float>& moment, int dim) {
     return table;
 }
 
+struct Row {
+    std::vector<int> codes;
+    std::vector<float> coded_from;
+};
+
+bool operator==(const Row& a, const Row& b) { return a.codes == b.codes && a.coded_from == b.coded_from; }
+
 // Column by column: what each channel has received from all channels before it.
-std::vector<int> restated_codes(const Restated& table, int bits, const std::vector<float>& row,
-                                const std::vector<float>& scale, const std::vector<float>& min) {
+Row restated_row(const Restated& table, int bits, const std::vector<float>& row,
+                 const std::vector<float>& scale, const std::vector<float>& min) {
     const size_t dim = row.size();
     std::vector<float> errors;
-    std::vector<int> codes(dim);
+    Row result{std::vector<int>(dim), std::vector<float>(dim)};
     for (size_t c = 0; c < dim; ++c) {
         const size_t channel = size_t(table.order[c]);
         float y = row[channel];
@@ -123,10 +130,11 @@ std::vector<int> restated_codes(const Restated& table, int bits, const std::vect
             const float steps = std::nearbyintf((y - min[channel]) / scale[channel]);
             code = int(std::fmin(std::fmax(steps, 0.0f), float((1 << bits) - 1)));
         }
-        codes[channel] = code;
+        result.codes[channel] = code;
+        result.coded_from[channel] = y;
         errors.push_back(y - std::fma(float(code), scale[channel], min[channel]));
     }
-    return codes;
+    return result;
 }
 
 struct Tokens {
@@ -170,11 +178,16 @@ double objective(const std::vector<float>& moment, const std::vector<float>& row
     return sum;
 }
 
-std::vector<int> library_codes(const Feedback& table, int bits, std::vector<float> row,
-                               const std::vector<float>& scale, const std::vector<float>& min) {
+Row library_row(const Feedback& table, int bits, std::vector<float> row, const std::vector<float>& scale,
+                const std::vector<float>& min) {
     std::vector<uint8_t> codes(row.size());
     encode_row(table, bits, row.data(), scale.data(), min.data(), codes.data());
-    return {codes.begin(), codes.end()};
+    return {{codes.begin(), codes.end()}, row};
+}
+
+std::vector<int> library_codes(const Feedback& table, int bits, const std::vector<float>& row,
+                               const std::vector<float>& scale, const std::vector<float>& min) {
+    return library_row(table, bits, row, scale, min).codes;
 }
 
 }  // namespace
@@ -203,14 +216,14 @@ TEST_CASE("table and codes equal a dense restatement, code for code; the score e
             const Tokens tokens = random_tokens(dim, 32, bits, 7);
             double aware = 0, nearest = 0;
             for (const auto& row : tokens.rows) {
-                const std::vector<int> codes = library_codes(table, bits, row, tokens.scale, tokens.min);
-                CHECK(codes == restated_codes(restated, bits, row, tokens.scale, tokens.min));
+                const Row coded = library_row(table, bits, row, tokens.scale, tokens.min);
+                CHECK(coded == restated_row(restated, bits, row, tokens.scale, tokens.min));
                 std::vector<int> plain;
                 for (int c = 0; c < dim; ++c) {
                     plain.push_back(
                         encode(row[size_t(c)], {tokens.scale[size_t(c)], tokens.min[size_t(c)]}, bits));
                 }
-                aware += objective(moment, row, codes, tokens);
+                aware += objective(moment, row, coded.codes, tokens);
                 nearest += objective(moment, row, plain, tokens);
             }
             CHECK(aware < nearest);
@@ -256,6 +269,19 @@ TEST_CASE("a diagonal moment feeds nothing on and orders by its diagonal, ties b
         for (size_t c = 0; c < row.size(); ++c)
             CHECK(codes[c] == encode(row[c], {tokens.scale[c], tokens.min[c]}, 2));
     }
+}
+
+TEST_CASE("ties of a long diagonal stay in the order of the channels") {
+    const int dim = 512;
+    std::vector<float> moment(size_t(dim) * dim, 0.0f);
+    for (int c = 0; c < dim; ++c) moment[size_t(c) * dim + size_t(c)] = float(1 + c % 3);
+    Feedback table;
+    REQUIRE(make_feedback(moment.data(), dim, &table));
+    std::vector<uint16_t> due;
+    for (int value : {2, 1, 0}) {
+        for (int c = value; c < dim; c += 3) due.push_back(uint16_t(c));
+    }
+    CHECK(table.order == due);
 }
 
 TEST_CASE("rank-one and nearly singular moments are factored, indefinite and empty ones refused") {
