@@ -64,9 +64,10 @@ class ForeignArray:
         self.code = code if code is not None else (INT if memory.dtype.kind == "i" else FLOAT)
         self.versioned, self.major, self.flags = versioned, major, flags
         self.device, self.compact, self.byte_offset = device, compact, byte_offset
-        self.deleted = 0
         self.arguments = None  # of the last __dlpack__ call that was served
-        self.capsule = None
+        self.capsule = None    # of that call
+        self.exported = {}     # address of each tensor handed out: what it borrows
+        self.deleted = 0
 
     def __dlpack_device__(self):
         return self.device
@@ -77,23 +78,23 @@ class ForeignArray:
         self.arguments = arguments
         array = self.memory
         size = array.itemsize
-        self.shape = (ctypes.c_int64 * array.ndim)(*array.shape)
-        self.strides = (ctypes.c_int64 * array.ndim)(*(s // size for s in array.strides))
+        shape = (ctypes.c_int64 * array.ndim)(*array.shape)
+        strides = (ctypes.c_int64 * array.ndim)(*(s // size for s in array.strides))
         tensor = Tensor(array.ctypes.data - self.byte_offset, *self.device, array.ndim, self.code, 8 * size, 1,
-                        self.shape, None if self.compact else self.strides, self.byte_offset)
-        self.deleter = Deleter(self._delete)
+                        shape, None if self.compact else strides, self.byte_offset)
+        deleter = Deleter(self._delete)
         if self.versioned:
-            self.managed = ManagedVersioned(self.major, 0, None, self.deleter, self.flags, tensor)
+            managed = ManagedVersioned(self.major, 0, None, deleter, self.flags, tensor)
             name = b"dltensor_versioned"
         else:
-            self.managed = Managed(tensor, None, self.deleter)
+            managed = Managed(tensor, None, deleter)
             name = b"dltensor"
-        self.name = name  # the capsule borrows it
-        self.capsule = new_capsule(ctypes.addressof(self.managed), name, None)
+        self.exported[ctypes.addressof(managed)] = (managed, shape, strides, deleter, name)
+        self.capsule = new_capsule(ctypes.addressof(managed), name, None)
         return self.capsule
 
     def _delete(self, pointer):
-        assert pointer == ctypes.addressof(self.managed)
+        assert pointer in self.exported
         self.deleted += 1
 
 

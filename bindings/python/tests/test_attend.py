@@ -50,8 +50,8 @@ def test_dequantised_values_are_the_appended_ones_within_their_windows(small, rn
         numpy.testing.assert_array_equal(back_v, v.astype(numpy.float32))
 
 
-@pytest.mark.parametrize("soft_cap,window_left,sinks,scale", itertools.product(
-    (0.0, 5.0), (-1, 70), (False, True), (None, 0.05)))
+@pytest.mark.parametrize("soft_cap,window_left,sinks,scale", list(itertools.product(
+    (0.0, 5.0), (-1, 70), (False, True), (None, 0.05))))
 def test_options_of_attend(cache, rng, soft_cap, window_left, sinks, scale):
     fill(cache, rng, 300)
     q = rng.standard_normal((3, 4, 64)).astype(numpy.float32)  # rank 3: three queries of one sequence

@@ -97,8 +97,10 @@ def test_a_cache_that_was_never_made_is_harmless():
     with pytest.raises(TypeError):
         kivi.Cache("k3v2")
     bare = kivi.Cache.__new__(kivi.Cache)
-    with pytest.raises(TypeError):
-        bare.close()
+    assert bare.closed
+    with pytest.raises(kivi.StateError, match="closed"):
+        bare.memory()
+    bare.close()
     del bare
     gc.collect()
 

@@ -40,10 +40,10 @@ class Spec:
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention layer: head counts, head dims in elements, and the specs of K and V.
+    """One attention layer: head counts, head dims in elements, and k and v, the specs of its tensors.
 
-    q_heads is a multiple of kv_heads, the dims are multiples of 8. kv_heads 0 marks a layer that keeps
-    nothing; the other fields may then be left out.
+    q_heads is a multiple of kv_heads, key_dim and value_dim are multiples of 8. kv_heads 0 marks a layer
+    that keeps nothing; the other fields may then be left out.
 
     >>> spec = Spec(bits=4, axis="token", group=32)
     >>> Layer(kv_heads=8, q_heads=32, key_dim=128, value_dim=128, k=spec, v=spec).q_heads
@@ -60,7 +60,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Preset:
-    """A named pair of specs with windows in tokens. `what` describes it in one line."""
+    """A pair of specs, k and v, with a name. `what` describes it in one line; the windows sink, recent and
+    flush (tokens) and the schedule are those of Config."""
 
     name: str
     what: str

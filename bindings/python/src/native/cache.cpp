@@ -1,7 +1,11 @@
 // Cache, see cache.h.
 #include "cache.h"
 
+#include <pybind11/stl.h>
+
 #include <algorithm>
+#include <cstdlib>
+#include <new>
 
 namespace kivi_python {
 namespace {
@@ -74,6 +78,16 @@ Cache::Cache(py::handle config) {
     max_sequences_ = read.c.max_sequences;
     layers_ = std::move(read.layers);
 }
+
+void* Cache::operator new(size_t bytes) {
+    void* memory = std::calloc(1, bytes);
+    if (memory == nullptr) {
+        throw std::bad_alloc();
+    }
+    return memory;
+}
+
+void Cache::operator delete(void* memory) { std::free(memory); }
 
 Cache::~Cache() { kivi_cache_destroy(cache_); }
 

@@ -63,6 +63,10 @@ public:
     Cache(const Cache&) = delete;
     Cache& operator=(const Cache&) = delete;
 
+    // pybind11 gives methods of an object whose __init__ never ran memory from here: zeros are a closed cache.
+    static void* operator new(size_t bytes);
+    static void operator delete(void* memory);
+
     void close();
     bool closed() const { return cache_ == nullptr; }
 
