@@ -9,10 +9,21 @@ fn query_aware() -> Config {
     config("k3v2", HEADS, 1, 600).k(Spec::channel(2, 32).query_aware())
 }
 
-/// Queries that care for few channels.
+/// Queries near a space of six directions, so that errors of one channel can make up for those of another.
 fn queries(n: usize) -> Vec<f32> {
     let mut random = Random::new(1);
-    (0..n * 6 * 64).map(|i| random.normal() * if i % 64 < 8 { 3.0 } else { 0.1 }).collect()
+    let directions = random.normals(6 * 64);
+    (0..n * 6)
+        .flat_map(|_| {
+            let weights = random.normals(6);
+            let noise = random.normals(64);
+            let directions = &directions;
+            let query = (0..64).map(move |c| {
+                0.3 * noise[c] + (0..6).map(|i| weights[i] * directions[i * 64 + c]).sum::<f32>()
+            });
+            query.collect::<Vec<f32>>()
+        })
+        .collect()
 }
 
 #[test]
