@@ -131,8 +131,8 @@ TEST_CASE("THREAD-1: conflicting use of one cache is refused and changes nothing
     std::atomic<int> refused{0}, unexpected{0};
 
     // One thread attends without a pause, the other appends prompts and resets.
+    kivi::Workspace workspace = cache.workspace(1, 1);
     std::thread reader([&] {
-        kivi::Workspace workspace = cache.workspace(1, 1);
         while (!stop) {
             try {
                 attend(cache, 0, 7, workspace);
