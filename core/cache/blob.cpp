@@ -197,7 +197,7 @@ std::vector<Span> read_blob(const Model& model, const std::vector<EncoderMark>& 
     match("schedule", from.get<int32_t>(), model.windows.schedule);
     bool reserved = from.get<uint32_t>() != 0;
     const auto length = from.get<int64_t>();
-    reserved = reserved || from.get<uint64_t>() != 0;
+    reserved = from.get<uint64_t>() != 0 || reserved;
     if (bytes < kHeaderBytes + layers * kRecordBytes + kCrcBytes) corrupt("its layer records are cut");
 
     std::vector<Span> spans(layers);
@@ -217,7 +217,7 @@ std::vector<Span> read_blob(const Model& model, const std::vector<EncoderMark>& 
         match_layer(layer, "checksum of encoder tables", from.get<uint32_t>(), marks[layer].table_crc);
         offsets[layer] = from.get<uint64_t>();
         sizes[layer] = from.get<uint64_t>();
-        reserved = reserved || from.get<uint64_t>() != 0;
+        reserved = from.get<uint64_t>() != 0 || reserved;
     }
     match("layout id", id, layout_id(model, 0));
 
