@@ -454,7 +454,9 @@ KIVI_API kivi_status kivi_import(kivi_cache *cache, int32_t sequence, const void
 /* Adds the queries q [rows, tokens, q_heads, key_dim] (or rank 3), as attend would be given them, to the
  * layer's second moments: per KV head the mean of q q' over its query heads, in the stored basis. Any
  * text of the model's kind serves; a few hundred tokens give most of the gain. Only for layers with
- * KIVI_ROUND_QUERY_AWARE. The batch's sequences are not looked at, only counts and offsets. */
+ * KIVI_ROUND_QUERY_AWARE. The batch's sequences are not looked at, only counts and offsets.
+ * [MOMENTS-2] Accumulating or setting after a commit asks for another commit, and is refused with
+ * KIVI_ERROR_STATE while something is packed with the committed moments. */
 KIVI_API kivi_status kivi_moments_accumulate(kivi_cache *cache, int32_t layer, const kivi_batch *batch,
                                              const kivi_tensor *q, kivi_stream stream);
 /* Sets the moments: m [kv_heads, key_dim, key_dim], f32, symmetric, finite, positive diagonal, as the

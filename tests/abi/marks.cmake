@@ -1,0 +1,31 @@
+# The header's normative sentences carry marks like [WINDOW-1]. Fails unless each is named by a test, and each
+# mark that a test names is in the header.
+# cmake -DHEADER=... -DTESTS=... -P marks.cmake
+set(mark "\\[[A-Z]+-[0-9]+\\]")
+file(READ "${HEADER}" header)
+string(REGEX MATCHALL "${mark}" promised "${header}")
+list(REMOVE_DUPLICATES promised)
+list(LENGTH promised count)
+if(count LESS 20)
+    message(FATAL_ERROR "only ${count} marks found in ${HEADER}")
+endif()
+
+file(GLOB_RECURSE sources "${TESTS}/*.cpp" "${TESTS}/*.c" "${TESTS}/*.h" "${TESTS}/*.py")
+set(named "")
+foreach(source IN LISTS sources)
+    if(source MATCHES "/frozen/")
+        continue()
+    endif()
+    file(READ "${source}" text)
+    string(REGEX MATCHALL "${mark}" found "${text}")
+    list(APPEND named ${found})
+endforeach()
+list(REMOVE_DUPLICATES named)
+
+set(untested ${promised})
+list(REMOVE_ITEM untested ${named})
+set(unknown ${named})
+list(REMOVE_ITEM unknown ${promised})
+if(untested OR unknown)
+    message(FATAL_ERROR "no test names: ${untested}; tests name what the header does not have: ${unknown}")
+endif()
