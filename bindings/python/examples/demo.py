@@ -49,7 +49,7 @@ class Size:
     probe_every: int    # every so many layers
 
 
-FULL = Size(4, 2048, 256, 2048, 600, 128, 2048, 128, 1)
+FULL = Size(4, 2048, 256, 2048, 560, 128, 2048, 128, 1)
 QUICK = Size(2, 640, 256, 512, 300, 48, 768, 64, 6)
 
 
@@ -101,18 +101,19 @@ def cut_windows(tokens, size, start, file):
 
 
 def questions(tokenizer, tokens, size):
-    """Chat prompts of different lengths about different parts of the text, as token ids."""
-    def excerpt(share, length):
-        begin = int(share * (len(tokens) - length))
-        return tokenizer.decode(tokens[begin:begin + length]).strip()
-
-    asked = [
-        ("Continue the story in the same style.", 1.0, 0.0),
-        ("Summarise this passage in a few sentences.", 0.7, 0.4),
-        ("Who speaks in this passage, and what do they talk about?", 0.4, 0.8),
+    """Chat prompts of different lengths about different parts of the text: the question, and token ids."""
+    asked = [  # question, length and place of the passage as shares
+        ("Continue this story with a new scene in which Catherine writes a letter to her sister.", 1.0, 0.0),
+        ("Summarise this passage in five sentences.", 0.8, 0.35),
+        ("Explain to a child what this passage is about.", 0.7, 0.6),
     ]
-    return [(question, tokenizer.chat(f"{question}\n\n{excerpt(share, int(part * size.excerpt))}"))
-            for question, part, share in asked]
+    found = []
+    for question, length, place in asked:
+        count = int(length * size.excerpt)
+        begin = int(place * (len(tokens) - count))
+        passage = tokenizer.decode(tokens[begin:begin + count]).strip()
+        found.append((question, tokenizer.chat(f"{passage}\n\n{question}")))
+    return found
 
 
 def answer_prompts(model, tokenizer, tokens, calibration, size):

@@ -79,7 +79,7 @@ class Answer:
 
 
 def generate(model, caches, prompts, count, stops, advance=lambda: None):
-    """Greedy answers of up to `count` tokens to prompts of any lengths.
+    """Greedy answers of up to `count` tokens to prompts of any lengths, repeated tokens made less likely.
 
     Each cache holds 2 * len(prompts) empty sequences: the first half runs freely, the second half is fed
     the reference's tokens. Returns for each name one Answer a prompt.
@@ -90,16 +90,18 @@ def generate(model, caches, prompts, count, stops, advance=lambda: None):
     # The prompt attends to itself in full precision, so one pass serves every sequence of every cache.
     start = np.concatenate([np.arange(length) for length in lengths])
     hidden = model.forward(np.concatenate(prompts), start, prompt_attention(everything, lengths))
-    chosen = model.logits(hidden[np.cumsum(lengths) - 1]).argmax(-1)
-    chosen = np.tile(chosen, (len(everything), 2))
+    logits = model.logits(hidden[np.cumsum(lengths) - 1])
+    chosen = np.tile(logits.argmax(-1), (len(everything), 2))
+    used = np.zeros((*chosen.shape, logits.shape[-1]), bool)
     history = []
     for step in range(count):
         history.append(chosen)
         fed = chosen.copy()
         fed[:, half:] = chosen[0, :half]
+        np.put_along_axis(used, fed[..., None], True, axis=-1)
         positions = np.tile(np.array(lengths) + step, 2 * len(everything))
         hidden = model.forward(fed.ravel(), positions, together.attention([1] * 2 * half))
-        chosen = model.logits(hidden).argmax(-1).reshape(fed.shape)
+        chosen = penalised(model.logits(hidden).reshape(used.shape), used).argmax(-1)
         advance()
     history = np.stack(history)  # [steps, caches, sequences]
 
@@ -114,6 +116,12 @@ def generate(model, caches, prompts, count, stops, advance=lambda: None):
             same = history[:, index, half + prompt] == reference
             answers[name].append(Answer(free[:until_stop(free)].tolist(), same[:until_stop(reference)].tolist()))
     return answers
+
+
+def penalised(logits, used, penalty=1.2):
+    """Logits of used tokens moved down by the repetition penalty of CTRL (arXiv 1909.05858): a small model
+    otherwise falls into loops, in which any cache agrees with any other."""
+    return np.where(used, np.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def prompt_attention(caches, lengths):
