@@ -89,7 +89,7 @@ Case read_case(std::istream& in) {
     c.config.window_dtype = dtype_of(dtype);
     c.config.schedule = schedule == "published" ? KIVI_SCHEDULE_PUBLISHED : KIVI_SCHEDULE_ROLLING;
     c.config.max_sequences = 2;
-    c.config.max_tokens = 512;
+    c.config.max_tokens = 1024;
     c.config.threads = 1;
     return c;
 }
@@ -160,8 +160,9 @@ std::vector<Case> read_cases(const std::string& path) {
         std::istringstream in(line);
         std::string word, value;
         if (!(in >> word) || word[0] == '#') continue;
-        if (word == "case") {
+        if (word == "case" || word == "unstored") {
             cases.push_back(read_case(in));
+            cases.back().stored = word == "case";
         } else if (word == "layer") {
             cases.back().layers.push_back(read_layer(in));
         } else if (word == "put") {

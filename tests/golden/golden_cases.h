@@ -22,6 +22,7 @@ struct Case {
     int64_t tokens, chunk;
     std::vector<Put> puts;
     bool flush = false;
+    bool stored = true;  // its blob is committed
 };
 
 std::vector<Case> read_cases(const std::string& path);

@@ -43,6 +43,7 @@ class Case:
     layers: list = field(default_factory=list)
     puts: list = field(default_factory=list)
     flushed: bool = False
+    stored: bool = True  # its blob is committed
 
     @property
     def unit(self):
@@ -66,9 +67,10 @@ def read_cases():
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        if words[0] == "case":
+        if words[0] in ("case", "unstored"):
             numbers = [int(words[i]) for i in (4, 6, 8)]
             cases.append(Case(words[1], words[2], *numbers, words[9], int(words[11]), int(words[13])))
+            cases[-1].stored = words[0] == "case"
         elif words[0] == "layer":
             shape = [int(w) for w in words[1:5]]
             specs = " ".join(words[5:]).split("|")[1:]
