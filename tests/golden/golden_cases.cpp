@@ -1,8 +1,13 @@
 // Inputs and calls behind golden_cases.h.
 #include "golden/golden_cases.h"
 
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <fstream>
 #include <iterator>
 #include <sstream>
@@ -139,6 +144,40 @@ std::vector<float> tokens_of(const Case& c, int layer, char part, int64_t begin,
     return x;
 }
 
+// The environment of `host` while it lives; throws if a call has changed it.
+class HostScope {
+  public:
+    explicit HostScope(const Host& host) {
+        std::fegetenv(&before_);
+        std::fesetround(host.rounding);
+#if defined(__SSE2__)
+        if (host.flush_to_zero) _mm_setcsr(_mm_getcsr() | kFlushBits);
+        control_ = _mm_getcsr() & ~kFlags;
+#endif
+        rounding_ = host.rounding;
+    }
+    ~HostScope() noexcept(false) {
+        bool kept = std::fegetround() == rounding_;
+#if defined(__SSE2__)
+        kept = kept && (_mm_getcsr() & ~kFlags) == control_;
+#endif
+        std::fesetenv(&before_);
+        if (!kept && std::uncaught_exceptions() == 0) {
+            throw std::runtime_error("a call changed the host's floating-point environment");
+        }
+    }
+    HostScope(const HostScope&) = delete;
+    HostScope& operator=(const HostScope&) = delete;
+
+  private:
+    std::fenv_t before_;
+    int rounding_;
+#if defined(__SSE2__)
+    static constexpr unsigned kFlushBits = 0x8040, kFlags = 0x3F;
+    unsigned control_;
+#endif
+};
+
 }  // namespace
 
 void check(kivi_status status) {
@@ -201,7 +240,7 @@ void Cache::set_moments() const {
     }
 }
 
-void Cache::fill() const {
+void Cache::fill(const Host& host) const {
     set_moments();
     for (int64_t begin = 0; begin < case_.tokens; begin += case_.chunk) {
         const int64_t end = std::min(begin + case_.chunk, case_.tokens);
@@ -213,11 +252,13 @@ void Cache::fill() const {
             std::vector<float> v = tokens_of(case_, layer, 'v', begin, end);
             const kivi_tensor keys = tensor(k.data(), {1, end - begin, shape.kv_heads, shape.key_dim});
             const kivi_tensor values = tensor(v.data(), {1, end - begin, shape.kv_heads, shape.value_dim});
+            const HostScope scope(host);
             check(kivi_append(cache_, layer, &batch, &keys, &values, nullptr));
         }
     }
     if (case_.flush) {
         const kivi_batch batch = batch_of(1);
+        const HostScope scope(host);
         check(kivi_flush_residual(cache_, -1, &batch, nullptr));
     }
 }

@@ -1,5 +1,6 @@
 // The cases of cases.txt, made with the library: inputs by formula, one cache, one sequence a case.
 #pragma once
+#include <cfenv>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -29,6 +30,12 @@ std::vector<Case> read_cases(const std::string& path);
 
 using Bytes = std::vector<uint8_t>;
 
+// Floating-point environment that the library is called in.
+struct Host {
+    int rounding = FE_TONEAREST;
+    bool flush_to_zero = false;  // and denormals are zero; x86 only
+};
+
 // Owner of a cache made for a case; calls that fail end the test with their sentence.
 class Cache {
   public:
@@ -39,7 +46,8 @@ class Cache {
 
     kivi_cache* get() const { return cache_; }
     void set_moments() const;  // of every query-aware layer
-    void fill() const;         // set_moments, then append in chunks, then flush if the case says so
+    // set_moments, then append in chunks, then flush if the case says so
+    void fill(const Host& host = {}) const;
     Bytes export_sequence() const;
     Bytes export_moments(int layer) const;
     std::vector<float> dequantize(int layer, char part) const;  // [tokens][heads][dim]

@@ -78,6 +78,21 @@ TEST_CASE("golden blobs are written byte for byte") {
     }
 }
 
+TEST_CASE("no rounding mode, no flushing to zero and no number of threads changes a byte") {
+    for (const Case& c : cases()) {
+        CAPTURE(c.name);
+        for (int threads : {1, 3}) {
+            Case varied = c;
+            varied.config.threads = threads;
+            for (int rounding : {FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO}) {
+                const Cache cache(varied);
+                cache.fill({rounding, rounding != FE_UPWARD});
+                CHECK(cache.export_sequence() == golden_blob(c));
+            }
+        }
+    }
+}
+
 TEST_CASE("golden blobs are read: exported again they are the same bytes, and they decode alike") {
     for (const Case& c : cases()) {
         CAPTURE(c.name);
