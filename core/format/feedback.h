@@ -19,9 +19,7 @@ struct Feedback {
 bool make_feedback(const float* moment, int dim, Feedback* feedback);
 
 // Offset of row j in Feedback::weights.
-inline int64_t feedback_row(int dim, int j) {
-    return static_cast<int64_t>(j) * (2 * dim - j - 1) / 2;
-}
+inline int64_t feedback_row(int dim, int j) { return static_cast<int64_t>(j) * (2 * dim - j - 1) / 2; }
 
 // Codes of one token y [dim]; scale and min [dim] are those of the groups that hold it. Afterwards y holds
 // what each channel was coded from.

@@ -11,10 +11,10 @@ namespace kivi {
 constexpr int kPageTokens = 128;  // tokens of a page; one block id stands for 128 tokens of all layers
 
 struct Windows {
-    int64_t sink = 0;      // S
-    int64_t recent = 0;    // R
-    int64_t flush = 1;     // F
-    int64_t unit = 1;      // U: least common multiple of all channel-axis groups
+    int64_t sink = 0;    // S
+    int64_t recent = 0;  // R
+    int64_t flush = 1;   // F
+    int64_t unit = 1;    // U: least common multiple of all channel-axis groups
     int32_t schedule = KIVI_SCHEDULE_ROLLING;
 };
 
@@ -24,9 +24,9 @@ struct Model {
     int32_t window_dtype = KIVI_F16;
     int32_t max_sequences = 0;
     int64_t max_tokens = 0;
-    int64_t pool_tokens = 0;          // as asked for; blocks of the pool: layout.h
+    int64_t pool_tokens = 0;  // as asked for; blocks of the pool: layout.h
     Windows windows;
-    std::vector<kivi_layer> layers;   // kv_heads 0: absent
+    std::vector<kivi_layer> layers;  // kv_heads 0: absent
     int32_t threads = 1;
     bool reference = false;
 
