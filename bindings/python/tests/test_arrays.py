@@ -65,8 +65,8 @@ def test_strides_that_are_no_multiple_of_the_element(cache, kv):
         cache.append(0, record["k"], kv[1])
 
 
-def test_strides_beyond_32_bits_arrive_whole(cache, kv):
-    """Fault case S12: the stride of the single row is 2^33 elements and is never stepped over."""
+def test_fault_S12_strides_beyond_32_bits_arrive_whole(cache, kv):
+    """The stride of the single row is 2^33 elements and is never stepped over."""
     far = numpy.lib.stride_tricks.as_strided(kv[0], (1, 30, 2, 64), (2**35, *kv[0].strides))
     cache.append(0, far, kv[1][None])
     assert cache.length(0, 0).length == 30
@@ -297,6 +297,17 @@ def test_no_array_is_kept_after_a_call(cache, kv, q):
         cache.append(5, k, v)
     del k, v
     assert [watch() for watch in watches] == [None, None]
+
+
+def test_jax_arrays(small, kv, cache, q):
+    jax_numpy = pytest.importorskip("jax.numpy", reason="JAX is not installed")
+    k = jax_numpy.asarray(kv[0], jax_numpy.bfloat16)
+    numpy.testing.assert_array_equal(stored(small, k, k)[0], numpy.asarray(k, numpy.float32))
+    cache.append(0, *kv)
+    out = numpy.zeros((1, 4, 64), numpy.float32)
+    numpy.testing.assert_array_equal(cache.attend(0, jax_numpy.asarray(q), out), cache.attend(0, q))
+    with pytest.raises(kivi.InvalidArgumentError, match="out: the array is read-only"):
+        cache.attend(0, q, jax_numpy.asarray(out))
 
 
 def test_torch_tensors(cache, kv, q):

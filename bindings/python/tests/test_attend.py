@@ -103,6 +103,21 @@ def test_ids_and_counts_as_lists_and_arrays(small, rng, make):
         assert [cache.length(0, s).length for s in (0, 1)] == [7, 4]
 
 
+def test_fault_S13_ragged_batch_with_window_soft_cap_and_lse(small, rng):
+    """Rows of different lengths and query counts in one call, with every option that could be ignored."""
+    with kivi.Cache("k3v2", **small) as cache:
+        fill(cache, rng, 301)
+        fill(cache, rng, 77, sequence=1)
+        counts = [2, 5]
+        q = rng.standard_normal((7, 4, 64)).astype(numpy.float32)
+        lse = numpy.zeros((7, 4), numpy.float32)
+        out = cache.attend(0, q, counts=counts, soft_cap=4.0, window_left=50, lse=lse)
+        for sequence, rows in ((0, slice(0, 2)), (1, slice(2, 7))):
+            expected, expected_lse = attention(q[rows], *cache.dequantize(0, sequence), soft_cap=4.0, window_left=50)
+            assert error(out[rows], expected) < 1e-3
+            assert numpy.abs(lse[rows] - expected_lse).max() < 2e-3
+
+
 def test_rows_that_are_skipped_are_not_written(cache, rng):
     fill(cache, rng, 20)
     q = rng.standard_normal((2, 1, 4, 64)).astype(numpy.float32)

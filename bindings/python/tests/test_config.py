@@ -27,8 +27,8 @@ def test_a_preset_through_config_is_the_preset(small, preset):
     assert kivi.query_support(config).supported
 
 
-def test_two_caches_from_one_config(small):
-    """Fault case 43: models of 2 and 30 layers from one config; neither changes it for the other."""
+def test_fault_43_two_caches_from_one_config(small):
+    """Models of 2 and 30 layers from one config; neither changes it for the other."""
     config = kivi.Config.preset("k3v2", **small)
     before = dataclasses.asdict(config)
     deep = dataclasses.replace(config, layers=config.layers[:1] * 30)

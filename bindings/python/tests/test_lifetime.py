@@ -1,4 +1,4 @@
-"""Closing, exiting and destroying at awkward moments (fault cases 109 and 110)."""
+"""Closing, exiting and destroying at awkward moments."""
 
 import gc
 import subprocess
@@ -25,7 +25,7 @@ def run(program):
 
 
 @pytest.mark.parametrize("ending", [
-    "",                                                 # a global cache is alive at exit (109)
+    "",                                                 # a global cache is alive at exit 
     "sys.exit(0)",
     "sys.keep = cache; kivi = None",                    # held by a module that is torn down late
     "del sys.modules['kivi'], sys.modules['kivi._native']",
@@ -33,20 +33,20 @@ def run(program):
     "import threading; threading.Thread(target=cache.attend, args=(0, k)).start()",
     "cache.loop = [cache]",                             # freed by the cycle collector at exit, if at all
 ])
-def test_nothing_is_printed_at_exit(ending):
+def test_fault_109_nothing_is_printed_at_exit(ending):
     result = run(MAKE + ending)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
-def test_an_exit_by_exception_adds_no_message(cache):
+def test_fault_109_an_exit_by_exception_adds_no_message(cache):
     result = run(MAKE + "raise ValueError('of the caller')")
     assert result.returncode == 1 and result.stdout == ""
     assert result.stderr.splitlines()[-1] == "ValueError: of the caller"
     assert result.stderr.count("Traceback") == 1 and "kivi" not in result.stderr.split("Traceback")[0]
 
 
-def test_an_object_that_is_resurrected_by_its_finaliser():
-    """Fault case 110: the finaliser brings the cache back to life, it works, and dies later once."""
+def test_fault_110_an_object_that_is_resurrected_by_its_finaliser():
+    """The finaliser brings the cache back to life, it works, and dies later once."""
     result = run("""
         import numpy, kivi
         saved = []
@@ -65,7 +65,7 @@ def test_an_object_that_is_resurrected_by_its_finaliser():
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
-def test_close_twice_and_use_after_it(small):
+def test_fault_110_close_twice_and_use_after_it(small):
     cache = kivi.Cache("k3v2", **small)
     assert not cache.closed
     cache.close()

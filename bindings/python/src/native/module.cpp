@@ -256,14 +256,14 @@ py::list devices() {
 kivi_memory estimate(py::handle config) {
     const Config read(config);
     kivi_memory memory = {};
-    check(kivi_cache_estimate(&read.c, &memory, sizeof memory));
+    run_unlocked([&] { return kivi_cache_estimate(&read.c, &memory, sizeof memory); });
     return memory;
 }
 
 kivi_support query_support(py::handle config, int32_t layer) {
     const Config read(config);
     kivi_support support = {};
-    check(kivi_query_support(&read.c, layer, &support, sizeof support));
+    run_unlocked([&] { return kivi_query_support(&read.c, layer, &support, sizeof support); });
     return support;
 }
 
