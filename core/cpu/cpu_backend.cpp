@@ -11,11 +11,13 @@
 #include <unistd.h>
 
 #include "cpu/append.h"
+#include "cpu/attend.h"
 #include "cpu/canonical.h"
 #include "cpu/dequantize.h"
 #include "cpu/memory.h"
 #include "cpu/moments.h"
 #include "cpu/reference_attend.h"
+#include "cpu/simd.h"
 #include "cpu/storage.h"
 #include "cpu/thread_pool.h"
 #include "format/error.h"
@@ -78,9 +80,15 @@ class CpuBackend final : public Backend {
 
     void flush(int layer, Rows rows, kivi_stream) override { write(layers_[layer], rows, View{}, View{}); }
 
-    size_t attend_workspace(int, int32_t, int32_t) const override { return 0; }
+    size_t attend_workspace(int layer, int32_t rows, int32_t max_count) const override {
+        if (model_.reference) return 0;
+        return cpu::attend_workspace(layers_[layer].store, model_.max_tokens, pool_.threads(), rows, max_count);
+    }
 
-    void attend(const AttendCall& call) const override { reference_attend(layers_[call.layer].store, call, pool_); }
+    void attend(const AttendCall& call) const override {
+        const LayerStore& store = layers_[call.layer].store;
+        model_.reference ? reference_attend(store, call, pool_) : fast_attend(store, call, pool_);
+    }
 
     void dequantize(int layer, const Row& row, int64_t begin, int64_t end, const View& k, const View& v,
                     bool stored_basis, kivi_stream) const override {
@@ -210,9 +218,10 @@ class CpuBackend final : public Backend {
             const int head = static_cast<int>(i % heads);
             const bool key = i / heads % 2 == 0;
             const Feedback* feedback = key && !layer.feedback.empty() ? &layer.feedback[head] : nullptr;
-            const AppendScratch scratch{reinterpret_cast<float*>(scratch_.data()) + thread * scratch_floats_};
+            const AppendMeans means{model_.reference,
+                                    reinterpret_cast<float*>(scratch_.data()) + thread * scratch_floats_};
             const int64_t saturated = append_head(key ? layer.store.key : layer.store.value, feedback, row, head,
-                                                  key ? k : v, scratch);
+                                                  key ? k : v, means);
             if (saturated > 0) layer.saturated_rows.fetch_add(saturated, std::memory_order_relaxed);
         };
         const int64_t items = static_cast<int64_t>(rows.size) * heads * 2;
@@ -253,13 +262,14 @@ kivi_device_info query(int32_t) {
     info.available = 1;
     info.threads = cores();
     info.memory_bytes = static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-    std::strncpy(info.name, "CPU", sizeof info.name - 1);
+    std::strncpy(info.name, simd::target_name(simd::best_target()), sizeof info.name - 1);
     return info;
 }
 
-PathInfo path(const Model&, const kivi_layer&) {
+PathInfo path(const Model& model, const kivi_layer& layer) {
     PathInfo info;
-    info.attend_path = KIVI_PATH_REFERENCE;
+    if (!model.reference) info = attend_path(layer, model.window_dtype);
+    if (model.reference) info.attend_path = KIVI_PATH_REFERENCE;
     info.pack_path = KIVI_PATH_REFERENCE;
     return info;
 }

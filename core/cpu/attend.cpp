@@ -1,0 +1,588 @@
+// The fast attention: cuts a call into items that threads take one by one, walks each item's keys visit by visit
+// with the kernels of kernels.h, and merges the parts of long sequences.
+//
+//   item    one row of the batch, one KV head, up to eight query rows, one split of the sequence
+//   split   16 pages; the sink window belongs to the first, tail and fresh tokens to the last. Splits depend on the
+//           length alone and are merged in their order, so results do not depend on batch, threads or page numbers
+//   visit   up to 128 tokens whose keys and whose values each stand in one place, seen alike by all query rows
+#include "cpu/attend.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "cpu/dequantize.h"
+#include "cpu/kernels.h"
+#include "cpu/rows.h"
+#include "cpu/reference_attend.h"
+#include "format/hadamard.h"
+
+namespace kivi::cpu {
+namespace {
+
+constexpr int kPagesASplit = 16;
+constexpr int kSplitQueries = 4;  // rows with more queries than this have work enough without splits
+constexpr int kTileTokens = 32;   // rows decoded at a time on the general path
+constexpr int kMaxVisits = 24;    // planned ahead, for the prefetcher
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kLog2E = 1.44269504f;
+constexpr float kLn2 = 0.69314718f;
+
+int padded(int dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+bool rotated(const TensorStore& store) { return store.spec.transform == KIVI_TRANSFORM_HADAMARD; }
+
+// How attend reads the packed part of a tensor.
+enum class Reader { rows, packed, decoded };
+
+Reader reader_of(const kivi_spec& spec, int dim, Part part, int32_t window_dtype) {
+    if (dim % kLanes != 0) return Reader::decoded;
+    if (spec.bits == 16) return Reader::rows;
+    const int32_t axis = part == Part::key ? KIVI_AXIS_CHANNEL : KIVI_AXIS_TOKEN;
+    const bool lanes = page_order(spec, dim, window_dtype).order == Order::lanes;
+    return lanes && spec.axis == axis ? Reader::packed : Reader::decoded;
+}
+
+// Sizes and choices of a layer that every item needs.
+struct Plan {
+    const LayerStore& layer;
+    const Kernels& kernels;
+    Reader read_keys, read_values;
+    int ratio;                // query heads of a KV head
+    int key_dim, value_dim;   // padded
+    PackedPart keys{}, values{};
+    int mins = 0;             // offsets in an accumulator: sums of p * min, sums over fresh values
+    int fresh = 0;
+    int acc_size = 0;
+
+    Plan(const LayerStore& store, const Kernels& table)
+        : layer(store),
+          kernels(table),
+          read_keys(reader(store.key)),
+          read_values(reader(store.value)),
+          ratio(store.shape.q_heads / store.shape.kv_heads),
+          key_dim(padded(store.key.dim)),
+          value_dim(padded(store.value.dim)) {
+        if (read_keys == Reader::packed) keys = packed_part(store.key);
+        if (read_values == Reader::packed) values = packed_part(store.value);
+        mins = value_dim;
+        fresh = mins + values.groups * kLanes;
+        acc_size = fresh + value_dim;
+    }
+
+    static Reader reader(const TensorStore& store) {
+        return reader_of(store.spec, store.dim, store.part, store.window_dtype);
+    }
+
+    static PackedPart packed_part(const TensorStore& store) {
+        const GroupShape shape = group_shape(store.spec, store.dim);
+        const bool keys = store.part == Part::key;
+        PackedPart part;
+        part.data = nullptr;
+        part.dim = store.dim;
+        part.group = keys ? shape.tokens : shape.channels;
+        part.groups = keys ? kPageTokens / shape.tokens : shape.blocks_a_row;
+        part.scales = scale_offset(store.order, 0, 0);
+        part.mins = min_offset(store.order, 0, 0);
+        return part;
+    }
+
+    int64_t splits(const Row& row) const {
+        if (row.count > kSplitQueries) return 1;
+        const int64_t border = std::max(row.after.key_border, row.after.value_border);
+        const int64_t packed = std::max<int64_t>(0, border - layer.key.windows.sink);
+        return std::max<int64_t>(1, ceil_div(packed, kPagesASplit * kPageTokens));
+    }
+    int64_t blocks(const Row& row) const { return ceil_div(row.count * ratio, kBlockRows); }
+    // A part of a query row, kept until all of its splits are there: max, sum, stored sums, fresh sums.
+    int64_t part_floats() const { return kLanes + 2 * value_dim; }
+};
+
+// ---- workspace ----
+
+// Carves arrays from a block of memory; with null it only adds up.
+class Carver {
+  public:
+    explicit Carver(void* memory) : base_(static_cast<uint8_t*>(memory)) {}
+
+    template <class T>
+    T* take(int64_t count) {
+        T* at = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
+        used_ += (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
+        return at;
+    }
+    size_t used() const { return used_; }
+
+  private:
+    uint8_t* base_;
+    size_t used_ = 0;
+};
+
+// Working memory of one thread.
+struct Scratch {
+    float* q;        // [kBlockRows][key_dim] in the stored basis, scaled
+    float* q_plain;  // likewise as given, for fresh keys
+    float* scores;   // [kBlockRows][kPageTokens]
+    float* acc;      // [kBlockRows][acc_size]
+    float* tile;     // [kTileTokens][dim] decoded rows
+    PackedScratch packed;
+
+    Scratch(const Plan& plan, Carver& carver) {
+        q = carver.take<float>(kBlockRows * plan.key_dim);
+        q_plain = carver.take<float>(kBlockRows * plan.key_dim);
+        scores = carver.take<float>(kBlockRows * kPageTokens);
+        acc = carver.take<float>(static_cast<int64_t>(kBlockRows) * plan.acc_size);
+        tile = carver.take<float>(static_cast<int64_t>(kTileTokens) * std::max(plan.key_dim, plan.value_dim));
+        PackedPart largest;
+        largest.dim = plan.key_dim;
+        packed.operand = carver.take<int32_t>(static_cast<int64_t>(operand_count(largest)));
+        packed.values = carver.take<float>(static_cast<int64_t>(values_count(plan.key_dim)));
+    }
+};
+
+// The workspace of one call.
+struct Workspace {
+    int64_t* first_item;  // [rows + 1]
+    int64_t* first_part;  // [rows + 1] in parts
+    uint8_t* scratch;     // [threads][scratch_bytes]
+    size_t scratch_bytes;
+    float* parts;
+
+    Workspace(const Plan& plan, int threads, int32_t rows, int64_t part_count, Carver& carver) {
+        Carver one(nullptr);
+        Scratch(plan, one);
+        scratch_bytes = one.used();
+        first_item = carver.take<int64_t>(rows + 1);
+        first_part = carver.take<int64_t>(rows + 1);
+        scratch = carver.take<uint8_t>(static_cast<int64_t>(threads * scratch_bytes));
+        parts = carver.take<float>(part_count * plan.part_floats());
+    }
+
+    Scratch of_thread(const Plan& plan, int thread) const {
+        Carver carver(scratch + thread * scratch_bytes);
+        return Scratch(plan, carver);
+    }
+};
+
+// ---- visits ----
+
+// Where the rows of one tensor stand during a visit.
+struct Place {
+    Reader reader = Reader::rows;
+    bool fresh = false;
+    RowRun run{};                   // rows
+    const uint8_t* part = nullptr;  // packed, decoded: part of the page
+    int token = 0;                  // in the page
+};
+
+struct Visit {
+    int64_t begin = 0, end = 0;  // positions
+    Place key, value;
+};
+
+// One item: its query rows and what they see.
+class Item {
+  public:
+    Item(const Plan& plan, const AttendCall& call, const Row& row, int head, int64_t first, const Scratch& scratch)
+        : plan_(plan), call_(call), row_(row), head_(head), first_(first), scratch_(scratch) {
+        rows_ = static_cast<int>(std::min<int64_t>(kBlockRows, row.count * plan.ratio - first));
+        for (int r = 0; r < rows_; ++r) {
+            acc_[r] = scratch.acc + static_cast<int64_t>(r) * plan.acc_size;
+            max_[r] = -kInfinity;
+            sum_[r] = 0;
+            last_[r] = (call.k ? row.after.length : row.after.length - row.count) + token(r);
+            from_[r] = call.window_left < 0 ? 0 : std::max<int64_t>(0, last_[r] - call.window_left);
+        }
+        std::memset(scratch.acc, 0, sizeof(float) * rows_ * plan.acc_size);
+    }
+
+    // Positions of split `split` of `splits` that any of the rows sees.
+    void run(int64_t split, int64_t splits) {
+        constexpr int64_t kSplitTokens = kPagesASplit * kPageTokens;
+        const int64_t sink = plan_.layer.key.windows.sink;
+        int64_t begin = split == 0 ? 0 : sink + split * kSplitTokens;
+        int64_t end = split + 1 == splits ? std::numeric_limits<int64_t>::max() : sink + (split + 1) * kSplitTokens;
+        begin = std::max(begin, *std::min_element(from_, from_ + rows_));
+        end = std::min(end, *std::max_element(last_, last_ + rows_) + 1);
+        if (begin >= end) return;
+        load_queries();
+        Visit visits[kMaxVisits];
+        while (begin < end) {
+            const int count = plan_visits(begin, end, visits);
+            for (int i = 0; i < count; ++i) visit(visits[i]);
+            begin = visits[count - 1].end;
+        }
+    }
+
+    // Sums in the stored basis, mins included, and those of fresh values, as one part (Plan::part_floats).
+    void store_part(int r, float* part) const {
+        part[0] = max_[r];
+        part[1] = sum_[r];
+        float* sums = part + kLanes;
+        const float* acc = acc_[r];
+        std::memcpy(sums, acc, sizeof(float) * plan_.value_dim);
+        for (int g = 0; g < plan_.values.groups; ++g) {
+            const float* lanes = acc + plan_.mins + g * kLanes;
+            float total = 0;
+            for (int i = 0; i < kLanes; ++i) total += lanes[i];
+            const int stop = std::min(plan_.value_dim, (g + 1) * plan_.values.group);
+            for (int c = g * plan_.values.group; c < stop; ++c) sums[c] += total;
+        }
+        std::memcpy(sums + plan_.value_dim, acc + plan_.fresh, sizeof(float) * plan_.value_dim);
+    }
+
+    int rows() const { return rows_; }
+
+  private:
+    int64_t token(int r) const { return (first_ + r) / plan_.ratio; }
+    int head(int r) const { return head_ * plan_.ratio + static_cast<int>((first_ + r) % plan_.ratio); }
+
+    void load_queries() {
+        const TensorStore& keys = plan_.layer.key;
+        const float scale = call_.scale * (call_.soft_cap > 0 ? 1 / call_.soft_cap : kLog2E);
+        for (int r = 0; r < rows_; ++r) {
+            const int64_t at = origin(call_.q, row_) + token(r) * call_.q.token_stride + head(r) * call_.q.head_stride;
+            const uint8_t* from =
+                static_cast<const uint8_t*>(call_.q.data) + at * static_cast<int64_t>(dtype_bytes(call_.q.dtype));
+            float* q = scratch_.q_plain + r * plan_.key_dim;
+            plan_.kernels.load_row(from, call_.q.dtype, keys.dim, scale, q);
+            for (int c = keys.dim; c < plan_.key_dim; ++c) q[c] = 0;
+            float* turned = scratch_.q + r * plan_.key_dim;
+            std::memcpy(turned, q, sizeof(float) * plan_.key_dim);
+            if (rotated(keys)) transform(turned, keys.dim, plan_.kernels);
+        }
+    }
+
+  public:
+    static void transform(float* x, int dim, const Kernels& kernels) {
+        if (dim % kLanes == 0) {
+            kernels.hadamard(x, dim);
+        } else {
+            hadamard(x, dim);
+        }
+    }
+
+  private:
+    int plan_visits(int64_t begin, int64_t end, Visit* visits) {
+        int count = 0, ranges = 0;
+        while (begin < end && count < kMaxVisits) {
+            Visit& visit = visits[count++];
+            visit.begin = begin;
+            visit.end = visit_end(begin, end);
+            visit.key = place(plan_.layer.key, call_.k, plan_.read_keys, begin, visit.end - begin, ranges);
+            visit.value = place(plan_.layer.value, call_.v, plan_.read_values, begin, visit.end - begin, ranges);
+            begin = visit.end;
+        }
+        ahead_.start(ranges_, ranges);
+        return count;
+    }
+
+    // A visit ends where the place of its keys or of its values does.
+    int64_t visit_end(int64_t begin, int64_t end) const {
+        const Windows& windows = plan_.layer.key.windows;
+        const bool decoded = plan_.read_keys == Reader::decoded || plan_.read_values == Reader::decoded;
+        end = std::min(end, begin + (decoded ? kTileTokens : kPageTokens));
+        const auto stop_at = [&](int64_t position) {
+            if (position > begin) end = std::min(end, position);
+        };
+        stop_at(windows.sink);
+        stop_at(row_.after.length);
+        const int64_t border = std::max(row_.after.key_border, row_.after.value_border);
+        if (begin >= windows.sink && begin < border) {
+            stop_at(begin + kPageTokens - (begin - windows.sink) % kPageTokens);
+        }
+        for (const TensorStore* store : {&plan_.layer.key, &plan_.layer.value}) {
+            const int64_t tail = tail_begin(windows, row_.after, store->part);
+            stop_at(tail);
+            if (begin >= tail && begin < row_.after.length) {
+                stop_at(begin + store->tail_rows - store->tail_slot(begin));
+            }
+        }
+        return end;
+    }
+
+    Place place(const TensorStore& store, const View& fresh, Reader packed, int64_t position, int64_t tokens,
+                int& ranges) {
+        Place place;
+        place.run.dtype = store.window_dtype;
+        place.run.dim = store.dim;
+        place.run.stride = store.row_bytes();
+        if (position >= row_.after.length) {
+            place.fresh = true;
+            const int64_t element = static_cast<int64_t>(dtype_bytes(fresh.dtype));
+            place.run.dtype = fresh.dtype;
+            place.run.stride = fresh.token_stride * element;
+            place.run.data = static_cast<const uint8_t*>(fresh.data) +
+                             (origin(fresh, row_) + head_ * fresh.head_stride) * element +
+                             (position - row_.after.length) * place.run.stride;
+        } else if (position < store.windows.sink) {
+            place.run.data = store.sink_row(row_.sequence, head_, position);
+        } else if (position >= tail_begin(store.windows, row_.after, store.part)) {
+            place.run.data = store.tail_row(row_.sequence, head_, store.tail_slot(position));
+        } else {
+            const int64_t slot = position - store.windows.sink;
+            const uint8_t* part = store.page(row_.blocks[slot / kPageTokens], head_);
+            place.token = static_cast<int>(slot % kPageTokens);
+            if (packed != Reader::rows) {
+                place.reader = packed;
+                place.part = part;
+                const int64_t bytes = store.part == Part::key ? plan_.layer.value.part_offset
+                                                              : store.page_bytes - store.part_offset;
+                ranges_[ranges++] = {part, bytes * tokens / kPageTokens};
+                return place;
+            }
+            place.run.data = part + place.token * place.run.stride;
+        }
+        if (!place.fresh) ranges_[ranges++] = {place.run.data, tokens * place.run.stride};
+        if (place.run.dim % kLanes != 0) place.reader = Reader::decoded;
+        return place;
+    }
+
+    // Query rows that see the same positions of the visit go through the kernels together.
+    void visit(const Visit& visit) {
+        for (int r = 0; r < rows_;) {
+            const int64_t begin = std::max(visit.begin, from_[r]), end = std::min(visit.end, last_[r] + 1);
+            int next = r + 1;
+            while (next < rows_ && std::max(visit.begin, from_[next]) == begin &&
+                   std::min(visit.end, last_[next] + 1) == end) {
+                ++next;
+            }
+            if (begin < end) {
+                visit_rows(visit, static_cast<int>(begin - visit.begin), static_cast<int>(end - begin), r, next - r);
+            }
+            r = next;
+        }
+    }
+
+    void visit_rows(const Visit& visit, int skip, int count, int r, int rows) {
+        // Scores stand where the token stands in its page, if either tensor is packed.
+        const bool paged = visit.key.reader == Reader::packed || visit.value.reader == Reader::packed;
+        const int at = paged ? std::max(visit.key.token, visit.value.token) + skip : 0;
+        float* s = scratch_.scores + r * kPageTokens;
+        score(visit.key, skip, count, at, r, rows, s);
+        const float cap = call_.soft_cap > 0 ? call_.soft_cap * kLog2E : 0;
+        plan_.kernels.softmax(s, at, at + count, rows, cap, plan_.acc_size, {acc_ + r, max_ + r, sum_ + r});
+        mix(visit.value, skip, count, at, r, rows, s);
+    }
+
+    void score(const Place& place, int skip, int count, int at, int r, int rows, float* s) {
+        const float* q = (place.fresh ? scratch_.q_plain : scratch_.q) + r * plan_.key_dim;
+        if (place.reader == Reader::packed) {
+            PackedPart part = plan_.keys;
+            part.data = place.part;
+            plan_.kernels.score_packed[plan_.layer.key.spec.bits - 2](part, at, at + count, q, plan_.key_dim, rows, s,
+                                                                     scratch_.packed, ahead_);
+            return;
+        }
+        const RowRun run = rows_of(plan_.layer.key, plan_.key_dim, place, skip, count);
+        plan_.kernels.score_rows(run, count, q, plan_.key_dim, rows, s + at, ahead_);
+    }
+
+    void mix(const Place& place, int skip, int count, int at, int r, int rows, const float* p) {
+        if (place.reader == Reader::packed) {
+            PackedPart part = plan_.values;
+            part.data = place.part;
+            plan_.kernels.mix_packed[plan_.layer.value.spec.bits - 2](part, at, at + count, p, rows, acc_ + r,
+                                                                     plan_.mins, scratch_.packed, ahead_);
+            return;
+        }
+        const RowRun run = rows_of(plan_.layer.value, plan_.value_dim, place, skip, count);
+        float* to[kBlockRows];
+        for (int i = 0; i < rows; ++i) to[i] = acc_[r + i] + (place.fresh ? plan_.fresh : 0);
+        plan_.kernels.mix_rows(run, count, p + at, rows, to, ahead_);
+    }
+
+    // The rows of a place from its token `skip` on; decoded ones go through the tile, padded with zeros.
+    RowRun rows_of(const TensorStore& store, int dim, const Place& place, int skip, int count) {
+        RowRun run = place.run;
+        if (place.reader == Reader::rows) {
+            run.data += skip * run.stride;
+            return run;
+        }
+        for (int t = 0; t < count; ++t) {
+            float* to = scratch_.tile + static_cast<int64_t>(t) * dim;
+            if (place.part != nullptr) {
+                unpack_rows(store, place.part, place.token + skip + t, 1, to);
+            } else {
+                plan_.kernels.load_row(run.data + (skip + t) * run.stride, run.dtype, store.dim, 1.0f, to);
+            }
+            for (int c = store.dim; c < dim; ++c) to[c] = 0;
+        }
+        run.data = reinterpret_cast<const uint8_t*>(scratch_.tile);
+        run.stride = dim * static_cast<int64_t>(sizeof(float));
+        run.dtype = KIVI_F32;
+        run.dim = dim;
+        return run;
+    }
+
+    const Plan& plan_;
+    const AttendCall& call_;
+    const Row& row_;
+    const int head_;
+    const int64_t first_;  // query rows count (token, head of the group)
+    const Scratch& scratch_;
+    int rows_;
+    float* acc_[kBlockRows];
+    float max_[kBlockRows], sum_[kBlockRows];
+    int64_t from_[kBlockRows], last_[kBlockRows];  // positions that a row sees
+    Ahead::Range ranges_[2 * kMaxVisits];
+    Ahead ahead_;
+};
+
+// ---- results ----
+
+// parts[0] += the later ones, in their order.
+void merge_parts(float* parts, int64_t count, int64_t stride) {
+    float max = -kInfinity;
+    for (int64_t i = 0; i < count; ++i) max = std::max(max, parts[i * stride]);
+    if (max == -kInfinity) return;
+    const float first = std::exp2(parts[0] - max);
+    parts[1] *= first;
+    for (int64_t c = kLanes; c < stride; ++c) parts[c] *= first;
+    for (int64_t i = 1; i < count; ++i) {
+        const float* part = parts + i * stride;
+        if (part[0] == -kInfinity) continue;
+        const float weight = std::exp2(part[0] - max);
+        parts[1] += weight * part[1];
+        for (int64_t c = kLanes; c < stride; ++c) parts[c] += weight * part[c];
+    }
+    parts[0] = max;
+}
+
+uint8_t* element(const View& view, const Row& row, int64_t token, int head) {
+    const int64_t at = origin(view, row) + token * view.token_stride + head * view.head_stride;
+    return static_cast<uint8_t*>(view.data) + at * static_cast<int64_t>(dtype_bytes(view.dtype));
+}
+
+// Writes one query row from its complete part.
+void finish(const Plan& plan, const AttendCall& call, const Row& row, int64_t token, int head, float* part) {
+    const TensorStore& values = plan.layer.value;
+    const float max = part[0], sum = part[1];
+    const bool empty = max == -kInfinity;
+    if (call.lse) {
+        store_element(element(call.lse, row, token, head), call.lse.dtype, 0,
+                      empty ? -kInfinity : (max + std::log2(sum)) * kLn2);
+    }
+    float weight = empty ? 0 : 1 / sum;
+    if (call.learned_sinks != nullptr && !empty) {
+        const float sink = call.learned_sinks[head] * kLog2E;
+        weight = sink > max ? std::exp2(max - sink) / (sum * std::exp2(max - sink) + 1) : 1 / (sum + std::exp2(sink - max));
+    }
+    float* out = part + kLanes;
+    const float* fresh = out + plan.value_dim;
+    for (int c = 0; c < values.dim; ++c) out[c] *= weight;
+    if (rotated(values)) Item::transform(out, values.dim, plan.kernels);
+    if (call.v) {
+        for (int c = 0; c < values.dim; ++c) out[c] += weight * fresh[c];
+    }
+    plan.kernels.store_row(out, values.dim, call.out.dtype, element(call.out, row, token, head));
+}
+
+int find_row(const int64_t* first, int32_t rows, int64_t item) {
+    return static_cast<int>(std::upper_bound(first, first + rows + 1, item) - first) - 1;
+}
+
+}  // namespace
+
+size_t attend_workspace(const LayerStore& layer, int64_t max_tokens, int threads, int32_t rows, int32_t max_count) {
+    const Kernels* table = kernels();
+    if (table == nullptr) return 0;
+    const Plan plan(layer, *table);
+    const int64_t splits = ceil_div(max_tokens, kPagesASplit * kPageTokens);
+    const int64_t queries = static_cast<int64_t>(std::min(max_count, kSplitQueries)) * layer.shape.q_heads;
+    Carver carver(nullptr);
+    Workspace(plan, threads, rows, splits > 1 ? rows * queries * splits : 0, carver);
+    return carver.used();
+}
+
+void fast_attend(const LayerStore& layer, const AttendCall& call, ThreadPool& pool) {
+    const Kernels* table = kernels();
+    if (table == nullptr) return reference_attend(layer, call, pool);
+    const Plan plan(layer, *table);
+    const int heads = layer.shape.kv_heads;
+    const int32_t rows = call.rows.size;
+    Carver carver(call.workspace);
+    Workspace workspace(plan, pool.threads(), rows, 0, carver);
+    int64_t items = 0, parts = 0;
+    for (int32_t r = 0; r < rows; ++r) {
+        const Row& row = call.rows.data[r];
+        const int64_t splits = plan.splits(row);
+        workspace.first_item[r] = items;
+        workspace.first_part[r] = parts;
+        items += heads * plan.blocks(row) * splits;
+        if (splits > 1) parts += row.count * layer.shape.q_heads * splits;
+    }
+    workspace.first_item[rows] = items;
+    workspace.first_part[rows] = parts;
+
+    // Parts of a row: [KV head][query row][split].
+    const auto part_of = [&](int32_t r, int head, int64_t query, int64_t splits) {
+        const int64_t queries = call.rows.data[r].count * plan.ratio;
+        return workspace.parts +
+               (workspace.first_part[r] + (head * queries + query) * splits) * plan.part_floats();
+    };
+    pool.parallel(items, [&](int64_t number, int thread) {
+        const int32_t r = find_row(workspace.first_item, rows, number);
+        const Row& row = call.rows.data[r];
+        const int64_t splits = plan.splits(row), blocks = plan.blocks(row);
+        const int64_t in_row = number - workspace.first_item[r];
+        const int head = static_cast<int>(in_row / splits / blocks);
+        const int64_t first = in_row / splits % blocks * kBlockRows, split = in_row % splits;
+        const Scratch scratch = workspace.of_thread(plan, thread);
+        Item item(plan, call, row, head, first, scratch);
+        item.run(split, splits);
+        for (int i = 0; i < item.rows(); ++i) {
+            if (splits > 1) {
+                item.store_part(i, part_of(r, head, first + i, splits) + split * plan.part_floats());
+                continue;
+            }
+            float* part = scratch.tile;  // free again, and large enough for one part
+            item.store_part(i, part);
+            const int64_t query = first + i;
+            finish(plan, call, row, query / plan.ratio, head * plan.ratio + static_cast<int>(query % plan.ratio), part);
+        }
+    });
+    if (parts == 0) return;
+    pool.parallel(static_cast<int64_t>(rows) * heads, [&](int64_t number, int) {
+        const int32_t r = static_cast<int32_t>(number / heads);
+        const int head = static_cast<int>(number % heads);
+        const Row& row = call.rows.data[r];
+        const int64_t splits = plan.splits(row);
+        if (splits == 1) return;
+        for (int64_t query = 0; query < row.count * plan.ratio; ++query) {
+            float* part = part_of(r, head, query, splits);
+            merge_parts(part, splits, plan.part_floats());
+            finish(plan, call, row, query / plan.ratio, head * plan.ratio + static_cast<int>(query % plan.ratio), part);
+        }
+    });
+}
+
+PathInfo attend_path(const kivi_layer& layer, int32_t window_dtype) {
+    PathInfo info;
+    info.attend_path = KIVI_PATH_FAST;
+    if (kernels() == nullptr) {
+        info.attend_path = KIVI_PATH_REFERENCE;
+        info.reason = "the processor has neither SSE4.2 nor NEON";
+        return info;
+    }
+    for (Part part : {Part::key, Part::value}) {
+        const kivi_spec& spec = spec_of(layer, part);
+        const int dim = dim_of(layer, part);
+        if (reader_of(spec, dim, part, window_dtype) != Reader::decoded) continue;
+        info.attend_path = KIVI_PATH_GENERAL;
+        const char* const name = part == Part::key ? "keys" : "values";
+        if (dim % kLanes != 0) {
+            info.reason = std::string("fast attention needs a head dim that is a multiple of 16 (") + name + ")";
+        } else if (spec.bits == 8 || spec.param_dtype == KIVI_F32) {
+            info.reason = std::string("fast attention reads 2, 3 and 4 bits with fp16 parameters (") + name + ")";
+        } else {
+            info.reason = part == Part::key ? "fast attention needs keys grouped by channel"
+                                            : "fast attention needs values grouped by token";
+        }
+        return info;
+    }
+    return info;
+}
+
+}  // namespace kivi::cpu

@@ -1,0 +1,69 @@
+// Assembles the table of kernels for every instruction set.
+#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_SSSE3)
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/kernels.cc"
+#include "hwy/foreach_target.h"
+
+#include "cpu/kernels_convert-inl.h"
+#include "cpu/kernels_packed-inl.h"
+#include "cpu/kernels_rows-inl.h"
+#include "cpu/kernels_softmax-inl.h"
+#include "cpu/simd.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace kivi::cpu::HWY_NAMESPACE {
+
+#if HWY_TARGET == HWY_SCALAR
+const Kernels* TableOf() { return nullptr; }
+#else
+template <bool kVnni>
+constexpr Kernels kTable = {
+    ScoreRows,
+    MixRows,
+    {ScorePacked<2, kVnni>, ScorePacked<3, kVnni>, ScorePacked<4, kVnni>},
+    {MixPacked<2, kVnni>, MixPacked<3, kVnni>, MixPacked<4, kVnni>},
+    Softmax,
+    LoadRow,
+    StoreRow,
+    Hadamard,
+};
+
+const Kernels* TableOf() {
+#if HWY_TARGET == HWY_AVX3
+    if (simd::target() == simd::Target::avx512_vnni) return &kTable<true>;
+#endif
+    return &kTable<false>;
+}
+#endif
+
+}  // namespace kivi::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace kivi::cpu {
+
+namespace {
+constexpr int kNearLines = 128;
+constexpr int kFarLines = 384;
+}  // namespace
+
+void Ahead::start(const Range* ranges, int count) {
+    ranges_ = ranges;
+    count_ = count;
+    near_ = far_ = Cursor();
+    for (int i = 0; i < kNearLines; ++i) near_.fetch<3>(*this);
+    for (int i = 0; i < kFarLines; ++i) far_.fetch<2>(*this);
+}
+
+// Keys: up to four groups of dim / 2 pairs; values: one group of a page's tokens. Whole vectors each.
+size_t operand_count(const PackedPart& part) {
+    const size_t keys = static_cast<size_t>(kPageTokens / 32) * ((part.dim + 31) / 32 * 16);
+    return kBlockRows * (keys > kPageTokens / 2 ? keys : kPageTokens / 2);
+}
+
+size_t values_count(int dim) { return dim > 2 * kPageTokens ? dim : 2 * kPageTokens; }
+
+const Kernels* kernels() { return simd::choose(KIVI_SIMD_TARGETS(TableOf))(); }
+
+}  // namespace kivi::cpu
+#endif

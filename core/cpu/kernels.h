@@ -1,0 +1,126 @@
+// The inner loops of attention on the CPU, one table of functions for each instruction set.
+//
+// A visit is up to 128 tokens of one KV head that all query rows of the call see in the same way:
+//
+//   score_*   s[r][t] = q_r . k_t                        from rows or from packed keys
+//   softmax   s -> exp2(s - max), running max and sum, accumulators rescaled
+//   mix_*     acc_r += sum over t of p[r][t] * v_t       from rows or from packed values
+//
+// Rows are the query rows of one KV head, up to kBlockRows. Scores are kept in log2 units: the caller has
+// folded scale * log2(e) into q. Dims are multiples of 16 here; callers pad what is not.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "format/model.h"
+
+namespace kivi::cpu {
+
+constexpr int kBlockRows = 8;
+constexpr int kLanes = 16;  // dims are padded to this; partial sums over tokens have this many lanes
+
+// Memory that will be read soon, in the order in which it will be read. Kernels call step() for every cache
+// line they use up, so reading stays a fixed distance ahead: hardware prefetchers do not keep up with pages,
+// and bursts overrun the line-fill buffers.
+class Ahead {
+  public:
+    struct Range {
+        const uint8_t* data;
+        int64_t bytes;
+    };
+
+    // `near` lines ahead into the first-level cache, `far` lines ahead into the second.
+    void start(const Range* ranges, int count);
+
+    void step(int lines) {
+        for (int i = 0; i < lines; ++i) {
+            near_.fetch<3>(*this);
+            far_.fetch<2>(*this);
+        }
+    }
+
+  private:
+    struct Cursor {
+        const uint8_t* at = nullptr;
+        const uint8_t* end = nullptr;
+        int next = 0;
+
+        template <int kLocality>
+        __attribute__((always_inline)) void fetch(const Ahead& ahead) {
+            if (at >= end) {
+                if (next == ahead.count_) return;
+                at = ahead.ranges_[next].data;
+                end = at + ahead.ranges_[next].bytes;
+                ++next;
+            }
+            __builtin_prefetch(at, 0, kLocality);
+            at += 64;
+        }
+    };
+
+    const Range* ranges_ = nullptr;
+    int count_ = 0;
+    Cursor near_, far_;
+};
+
+// Plain rows: windows, 16-bit pages, fresh tokens, decoded tiles.
+struct RowRun {
+    const uint8_t* data;
+    int64_t stride;  // bytes from row to row
+    int32_t dtype;
+    int dim;
+};
+
+// One tensor of a page in the lanes order of page_order.cpp.
+struct PackedPart {
+    const uint8_t* data;
+    int dim;
+    int group;        // tokens (keys) or channels (values) that share parameters
+    int groups;       // keys: along the page; values: along a row
+    int64_t scales;   // byte offsets in the part
+    int64_t mins;
+};
+
+// What softmax and mix keep for query rows. acc[r]: [dim] sums, then whatever else is rescaled with them; for
+// packed values [groups][kLanes] sums of p * min that are not yet added over lanes.
+struct RowState {
+    float* const* acc;
+    float* max;  // of the scores so far; -infinity: none
+    float* sum;  // of exp2(score - max)
+};
+
+// Working memory of one thread for packed visits.
+struct PackedScratch {
+    int32_t* operand;  // folded q or p, pairs of int16: [group][row][pairs]
+    float* values;     // partial sums of the fold of keys; scales and mins of one group of values
+};
+size_t operand_count(const PackedPart& part);  // int32 entries that `operand` must hold
+size_t values_count(int dim);                  // floats that `values` must hold
+
+struct Kernels {
+    // q [rows][q_stride]; s [rows][kPageTokens]; tokens 0 .. count - 1 of the run.
+    void (*score_rows)(const RowRun& run, int count, const float* q, int q_stride, int rows, float* s, Ahead& ahead);
+    void (*mix_rows)(const RowRun& run, int count, const float* p, int rows, float* const* acc, Ahead& ahead);
+
+    // By bits - 2: 2, 3 and 4. Tokens begin .. end - 1 of the page, s and p indexed by token of the page.
+    void (*score_packed[3])(const PackedPart& keys, int begin, int end, const float* q, int q_stride, int rows,
+                            float* s, const PackedScratch& scratch, Ahead& ahead);
+    // acc as in RowState; the sums of p * min start at acc[r] + acc_mins.
+    void (*mix_packed[3])(const PackedPart& values, int begin, int end, const float* p, int rows, float* const* acc,
+                          int acc_mins, const PackedScratch& scratch, Ahead& ahead);
+
+    // s[r][begin .. end - 1] -> probabilities. `acc_size` floats of each accumulator are rescaled. cap > 0:
+    // s <- cap * tanh(s) first. A score that is not finite makes the row's sum NaN.
+    void (*softmax)(float* s, int begin, int end, int rows, float cap, int acc_size, const RowState& state);
+
+    // One row of `dim` elements, any dim: to = from * scale, and to = from with ties to even.
+    void (*load_row)(const uint8_t* from, int32_t dtype, int dim, float scale, float* to);
+    void (*store_row)(const float* from, int dim, int32_t dtype, uint8_t* to);
+    // x <- H x for every diagonal block, like format/hadamard.h up to the order of additions. dim % 16 == 0.
+    void (*hadamard)(float* x, int dim);
+};
+
+// For simd::target(). Null on processors without SSE4.2 or NEON: there the plain code of reference_attend runs.
+const Kernels* kernels();
+
+}  // namespace kivi::cpu

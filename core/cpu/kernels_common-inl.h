@@ -1,0 +1,108 @@
+// Vector types and small helpers of the kernels. Compiled once for each instruction set.
+#if defined(KIVI_CPU_KERNELS_COMMON_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef KIVI_CPU_KERNELS_COMMON_INL_H_
+#undef KIVI_CPU_KERNELS_COMMON_INL_H_
+#else
+#define KIVI_CPU_KERNELS_COMMON_INL_H_
+#endif
+
+#include "cpu/kernels.h"
+#include "hwy/highway.h"
+
+#if HWY_TARGET != HWY_SCALAR  // see kernels.h: processors without vectors take the plain path
+HWY_BEFORE_NAMESPACE();
+namespace kivi::cpu::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+using DF = hn::ScalableTag<float>;
+using D32 = hn::RebindToSigned<DF>;
+using D16 = hn::Repartition<int16_t, DF>;
+using VF = hn::Vec<DF>;
+using V32 = hn::Vec<D32>;
+using V16 = hn::Vec<D16>;
+
+constexpr int N = static_cast<int>(hn::MaxLanes(DF()));  // floats of a vector: 4, 8 or 16
+static_assert(N == 4 || N == 8 || N == 16, "kernels are written for vectors of 128, 256 and 512 bits");
+
+constexpr int kPackedStep = 32;  // packed kernels work on whole steps of tokens; p is 0 where no token is seen
+
+// Nearest integer; what leaves the range of int32 gives any number.
+HWY_INLINE V32 ToInt(VF x) {
+#if HWY_TARGET == HWY_AVX3
+    return V32{_mm512_cvtps_epi32(x.raw)};
+#elif HWY_TARGET == HWY_AVX2
+    return V32{_mm256_cvtps_epi32(x.raw)};
+#elif HWY_TARGET == HWY_SSE4
+    return V32{_mm_cvtps_epi32(x.raw)};
+#else
+    return hn::NearestInt(x);
+#endif
+}
+
+// 2^x for x <= 0, relative error about 2e-7; 2^-126 below that.
+HWY_INLINE VF Exp2(VF x) {
+    const DF d;
+    x = hn::Max(x, hn::Set(d, -126.0f));
+    const VF n = hn::Round(x);
+    const VF f = hn::Sub(x, n);
+    VF y = hn::Set(d, 1.33336498402e-3f);
+    y = hn::MulAdd(y, f, hn::Set(d, 9.61823736e-3f));
+    y = hn::MulAdd(y, f, hn::Set(d, 5.55040841e-2f));
+    y = hn::MulAdd(y, f, hn::Set(d, 2.40226450e-1f));
+    y = hn::MulAdd(y, f, hn::Set(d, 6.93147182e-1f));
+    y = hn::MulAdd(y, f, hn::Set(d, 1.0f));
+    return hn::BitCast(d, hn::Add(hn::BitCast(D32(), y), hn::ShiftLeft<23>(ToInt(n))));
+}
+
+HWY_INLINE float SumLanes(VF x) { return hn::GetLane(hn::SumOfLanes(DF(), x)); }
+HWY_INLINE float MaxLanes(VF x) { return hn::GetLane(hn::MaxOfLanes(DF(), x)); }
+
+// to[0 .. 3] = sums over the lanes of a, b, c, d.
+HWY_INLINE void Sum4(VF a, VF b, VF c, VF d, float* HWY_RESTRICT to) {
+    const DF df;
+    const hn::Repartition<uint64_t, DF> d64;
+    const VF ab = hn::Add(hn::InterleaveLower(df, a, b), hn::InterleaveUpper(df, a, b));
+    const VF cd = hn::Add(hn::InterleaveLower(df, c, d), hn::InterleaveUpper(df, c, d));
+    const auto ab64 = hn::BitCast(d64, ab), cd64 = hn::BitCast(d64, cd);
+    const VF sum = hn::Add(hn::BitCast(df, hn::InterleaveLower(d64, ab64, cd64)),
+                           hn::BitCast(df, hn::InterleaveUpper(d64, ab64, cd64)));
+#if HWY_TARGET == HWY_AVX3
+    const hn::Half<DF> dh;
+    const hn::Half<decltype(dh)> dq;
+    const auto half = hn::Add(hn::LowerHalf(dh, sum), hn::UpperHalf(dh, sum));
+    hn::StoreU(hn::Add(hn::LowerHalf(dq, half), hn::UpperHalf(dq, half)), dq, to);
+#elif HWY_TARGET == HWY_AVX2
+    const hn::Half<DF> dh;
+    hn::StoreU(hn::Add(hn::LowerHalf(dh, sum), hn::UpperHalf(dh, sum)), dh, to);
+#else
+    hn::StoreU(sum, df, to);
+#endif
+}
+
+HWY_INLINE VF LoadHalfs(const uint8_t* HWY_RESTRICT from) {
+    const hn::Rebind<hwy::float16_t, DF> dh;
+    return hn::PromoteTo(DF(), hn::LoadU(dh, reinterpret_cast<const hwy::float16_t*>(from)));
+}
+
+// One vector of channels c .. c + N - 1 of a row.
+struct LoadF32 {
+    HWY_INLINE VF operator()(const uint8_t* HWY_RESTRICT row, int c) const {
+        return hn::LoadU(DF(), reinterpret_cast<const float*>(row) + c);
+    }
+};
+struct LoadF16 {
+    HWY_INLINE VF operator()(const uint8_t* HWY_RESTRICT row, int c) const { return LoadHalfs(row + 2 * c); }
+};
+struct LoadBF16 {
+    HWY_INLINE VF operator()(const uint8_t* HWY_RESTRICT row, int c) const {
+        const hn::Rebind<uint16_t, DF> dh;
+        const auto bits = hn::LoadU(dh, reinterpret_cast<const uint16_t*>(row) + c);
+        return hn::BitCast(DF(), hn::ShiftLeft<16>(hn::PromoteTo(hn::RebindToUnsigned<DF>(), bits)));
+    }
+};
+
+}  // namespace kivi::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+#endif  // HWY_SCALAR
+
+#endif  // include guard of this instruction set

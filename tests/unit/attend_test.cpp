@@ -1,0 +1,313 @@
+// cpu/attend: the fast path against the double-precision one, over random shapes and every instruction set that
+// this machine has. Both backends are filled by the same appends.
+#include "cpu/attend.h"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cpu/cpu_backend.h"
+#include "cpu/simd.h"
+#include "format/half.h"
+
+using namespace kivi;
+using cpu::simd::Target;
+
+namespace {
+
+constexpr int C = KIVI_AXIS_CHANNEL, T = KIVI_AXIS_TOKEN, H = KIVI_TRANSFORM_HADAMARD;
+
+kivi_spec make_spec(int bits, int axis, int group, int transform, int32_t param_dtype = KIVI_F16) {
+    kivi_spec spec{};
+    spec.bits = bits;
+    spec.transform = transform;
+    if (bits == 16) return spec;
+    spec.axis = axis;
+    spec.group = group;
+    spec.param_dtype = param_dtype;
+    return spec;
+}
+
+struct Shape {
+    kivi_spec k, v;
+    int key_dim = 128, value_dim = 128;
+    int kv_heads = 2, ratio = 4;
+    int32_t window_dtype = KIVI_F16;
+    int64_t sink = 32, recent = 40, flush = 32;
+    int32_t schedule = KIVI_SCHEDULE_ROLLING;
+    int threads = 2;
+};
+
+Model make_model(const Shape& shape, bool reference, int sequences) {
+    Model model;
+    model.window_dtype = shape.window_dtype;
+    model.max_sequences = sequences;
+    model.max_tokens = 6000;
+    model.windows.sink = shape.sink;
+    model.windows.recent = shape.recent;
+    model.windows.flush = shape.flush;
+    model.windows.unit = shape.flush;
+    model.windows.schedule = shape.schedule;
+    kivi_layer layer{};
+    layer.kv_heads = shape.kv_heads;
+    layer.q_heads = shape.kv_heads * shape.ratio;
+    layer.key_dim = shape.key_dim;
+    layer.value_dim = shape.value_dim;
+    layer.k = shape.k;
+    layer.v = shape.v;
+    model.layers = {layer};
+    model.threads = shape.threads;
+    model.reference = reference;
+    return model;
+}
+
+// A tensor [tokens][heads][dim] of any dtype, with a gap after each head.
+struct Tensor {
+    static constexpr int kGap = 8;
+    int heads, dim;
+    int32_t dtype;
+    std::vector<uint8_t> bytes;
+
+    Tensor(int64_t tokens, int heads_, int dim_, int32_t dtype_ = KIVI_F32)
+        : heads(heads_), dim(dim_), dtype(dtype_), bytes(tokens * heads_ * (dim_ + kGap) * dtype_bytes(dtype_)) {}
+
+    View view() {
+        View view;
+        view.data = bytes.data();
+        view.dtype = dtype;
+        view.ragged = true;
+        view.token_stride = static_cast<int64_t>(heads) * (dim + kGap);
+        view.head_stride = dim + kGap;
+        return view;
+    }
+    int64_t at(int64_t token, int head, int c) const {
+        return (token * heads + head) * static_cast<int64_t>(dim + kGap) + c;
+    }
+    float get(int64_t token, int head, int c) const { return load_element(bytes.data(), dtype, at(token, head, c)); }
+    void set(int64_t token, int head, int c, float x) { store_element(bytes.data(), dtype, at(token, head, c), x); }
+    int64_t tokens() const {
+        return static_cast<int64_t>(bytes.size() / dtype_bytes(dtype)) / heads / (dim + kGap);
+    }
+    template <class F>
+    void fill(F value) {
+        for (int64_t t = 0; t < tokens(); ++t) {
+            for (int h = 0; h < heads; ++h) {
+                for (int c = 0; c < dim; ++c) set(t, h, c, value(t, h, c));
+            }
+        }
+    }
+};
+
+struct Cache {
+    Model model;
+    std::unique_ptr<Backend> backend;
+    std::vector<Span> spans;
+    std::vector<std::vector<int32_t>> blocks;
+
+    Cache(const Shape& shape, bool reference, int sequences = 1, bool backwards = false)
+        : model(make_model(shape, reference, sequences)),
+          backend(cpu::backend_kind().create(model)),
+          spans(sequences),
+          blocks(sequences) {
+        const int64_t each = blocks_per_sequence(model);
+        for (int s = 0; s < sequences; ++s) {
+            for (int64_t i = 0; i < each; ++i) {
+                blocks[s].push_back(static_cast<int32_t>(backwards ? (sequences - s) * each - 1 - i : s * each + i));
+            }
+        }
+    }
+    Row row(int s, int64_t offset, int64_t count, const Span& before, const Span& after) const {
+        Row row;
+        row.sequence = s;
+        row.offset = offset;
+        row.count = count;
+        row.before = before;
+        row.after = after;
+        row.blocks = blocks[s].data();
+        return row;
+    }
+    void append(int s, Tensor& k, Tensor& v, int64_t offset, int64_t count) {
+        const Span after = after_append(model.windows, spans[s], spans[s].length + count);
+        const Row r = row(s, offset, count, spans[s], after);
+        backend->append(0, {&r, 1}, k.view(), v.view(), nullptr);
+        spans[s] = after;
+    }
+    // rows: pairs of sequence and count, queries one after the other.
+    void attend(AttendCall call, const std::vector<std::pair<int, int64_t>>& batch) const {
+        std::vector<Row> rows;
+        int64_t offset = 0, most = 0;
+        for (const auto& [s, count] : batch) {
+            rows.push_back(row(s, offset, count, spans[s], spans[s]));
+            offset += count;
+            most = std::max(most, count);
+        }
+        const int32_t n = static_cast<int32_t>(rows.size());
+        call.rows = {rows.data(), n};
+        std::vector<uint8_t> memory(backend->attend_workspace(0, n, static_cast<int32_t>(most)) + 64, 0xff);
+        call.workspace = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
+        call.workspace_bytes = memory.size() - 64;
+        backend->attend(call);
+    }
+};
+
+std::mt19937& random_numbers() {
+    static std::mt19937 random(1);
+    return random;
+}
+float normal() {
+    static std::normal_distribution<float> distribution;
+    return distribution(random_numbers());
+}
+template <class X>
+X one_of(std::initializer_list<X> options) {
+    return options.begin()[random_numbers()() % options.size()];
+}
+
+struct Options {
+    int64_t window_left = -1;
+    float soft_cap = 0;
+    bool sinks = false, lse = true, fresh = false;
+    int32_t q_dtype = KIVI_F32, out_dtype = KIVI_F32;
+};
+
+struct Result {
+    Tensor out, lse;
+};
+
+Result attend(const Cache& cache, Tensor& q, Tensor& k, Tensor& v, const std::vector<std::pair<int, int64_t>>& batch,
+              const Options& options) {
+    const kivi_layer& layer = cache.model.layers[0];
+    Result result{Tensor(q.tokens(), layer.q_heads, layer.value_dim, options.out_dtype),
+                  Tensor(q.tokens(), layer.q_heads, 1)};
+    std::vector<float> sinks(layer.q_heads);
+    for (int h = 0; h < layer.q_heads; ++h) sinks[h] = 0.5f * static_cast<float>(h % 5) - 1;
+    AttendCall call;
+    call.q = q.view();
+    call.out = result.out.view();
+    if (options.lse) call.lse = result.lse.view();
+    if (options.fresh) {
+        call.k = k.view();
+        call.v = v.view();
+    }
+    call.scale = 1 / std::sqrt(static_cast<float>(layer.key_dim));
+    call.window_left = options.window_left;
+    call.soft_cap = options.soft_cap;
+    if (options.sinks) call.learned_sinks = sinks.data();
+    cache.attend(call, batch);
+    return result;
+}
+
+double relative_error(const Tensor& x, const Tensor& y) {
+    double error = 0, norm = 0;
+    for (int64_t t = 0; t < y.tokens(); ++t) {
+        for (int h = 0; h < y.heads; ++h) {
+            for (int c = 0; c < y.dim; ++c) {
+                const double a = x.get(t, h, c), b = y.get(t, h, c);
+                if (std::isinf(b) || std::isnan(b)) {
+                    if (std::isnan(b) ? !std::isnan(a) : a != b) return std::numeric_limits<double>::infinity();
+                    continue;
+                }
+                error += (a - b) * (a - b);
+                norm += b * b;
+            }
+        }
+    }
+    return std::sqrt(error / (norm > 0 ? norm : 1));
+}
+
+std::vector<Target> targets() {
+    std::vector<Target> all;
+    for (Target t : {Target::plain, Target::sse4, Target::avx2, Target::avx512, Target::avx512_vnni}) {
+        if (cpu::simd::runs_on(t)) all.push_back(t);
+    }
+    return all;
+}
+
+struct ForcedTarget {
+    explicit ForcedTarget(Target target) { cpu::simd::force_target(target); }
+    ~ForcedTarget() { cpu::simd::force_target(cpu::simd::best_target()); }
+};
+
+// Keys with scales and offsets of their own for each channel, as models have them.
+float key_value(int h, int c) {
+    const float scale = 0.3f + 0.1f * static_cast<float>((c * 7 + h * 3) % 17);
+    return normal() * scale + 1.5f * static_cast<float>((c * 5 + h) % 3 - 1);
+}
+
+Shape random_shape() {
+    Shape shape;
+    shape.key_dim = one_of({64, 80, 96, 112, 128, 192, 256, 72});
+    shape.value_dim = one_of({0, 0, 64, 80, 128, 40});
+    if (shape.value_dim == 0) shape.value_dim = shape.key_dim;
+    const int key_group = one_of({32, 32, 64, 128}), value_group = one_of({32, 64, static_cast<int>(KIVI_GROUP_HEAD)});
+    const int bits = one_of({2, 2, 3, 3, 4, 4, 8, 16});
+    const bool usual = random_numbers()() % 4 != 0;  // axes of the fast path
+    shape.k = make_spec(bits, usual ? C : T, usual ? key_group : static_cast<int>(KIVI_GROUP_HEAD), one_of({0, 0, H}));
+    const int value_bits = one_of({2, 2, 3, 4, 8, 16});
+    shape.v = make_spec(value_bits, T, value_group > shape.value_dim ? 32 : value_group, one_of({0, H}));
+    if (random_numbers()() % 6 == 0 && bits != 16) shape.k.param_dtype = KIVI_F32;
+    shape.kv_heads = one_of({1, 2, 3});
+    shape.ratio = one_of({1, 2, 3, 4, 5, 7, 8, 9, 12});
+    shape.window_dtype = one_of({static_cast<int>(KIVI_F16), static_cast<int>(KIVI_BF16), static_cast<int>(KIVI_F32)});
+    shape.flush = shape.k.axis == C ? shape.k.group : 32;
+    shape.sink = one_of({0, 1, 2}) * shape.flush;
+    shape.recent = one_of({0, 5, 32, 100});
+    if (random_numbers()() % 6 == 0 && shape.k.axis == C) {
+        shape.schedule = KIVI_SCHEDULE_PUBLISHED;
+        shape.sink = 0;
+        shape.recent = shape.flush;
+    }
+    return shape;
+}
+
+std::string describe(const Shape& s) {
+    return "K " + std::to_string(s.k.bits) + " axis " + std::to_string(s.k.axis) + " g" + std::to_string(s.k.group) +
+           " V " + std::to_string(s.v.bits) + " g" + std::to_string(s.v.group) + " dims " + std::to_string(s.key_dim) +
+           "/" + std::to_string(s.value_dim) + " heads " + std::to_string(s.kv_heads) + "x" + std::to_string(s.ratio) +
+           " windows " + std::to_string(s.sink) + "/" + std::to_string(s.recent) + "/" + std::to_string(s.flush) +
+           " schedule " + std::to_string(s.schedule) + " dtype " + std::to_string(s.window_dtype);
+}
+
+}  // namespace
+
+TEST_CASE("fast attention agrees with double precision") {
+    double worst = 0;
+    for (int round = 0; round < 120; ++round) {
+        const Shape shape = random_shape();
+        Cache fast(shape, false), oracle(shape, true);
+        const int64_t length = one_of<int64_t>({1, 7, 60, 200, 333, 700});
+        const int64_t count = std::min<int64_t>(length, one_of<int64_t>({1, 1, 1, 2, 3, 9, 21}));
+        Tensor k(length, shape.kv_heads, shape.key_dim), v(length, shape.kv_heads, shape.value_dim);
+        k.fill([](int64_t, int h, int c) { return key_value(h, c); });
+        v.fill([](int64_t, int, int) { return normal(); });
+        fast.append(0, k, v, 0, length);
+        oracle.append(0, k, v, 0, length);
+        Options options;
+        options.window_left = one_of<int64_t>({-1, -1, 0, 40, 150});
+        options.soft_cap = one_of({0.0f, 0.0f, 20.0f});
+        options.sinks = random_numbers()() % 3 == 0;
+        options.fresh = random_numbers()() % 3 == 0;
+        options.q_dtype = one_of({static_cast<int>(KIVI_F32), static_cast<int>(KIVI_F16), static_cast<int>(KIVI_BF16)});
+        Tensor q(count, shape.kv_heads * shape.ratio, shape.key_dim, options.q_dtype);
+        q.fill([](int64_t, int, int) { return normal(); });
+        Result expected = attend(oracle, q, k, v, {{0, count}}, options);
+        for (Target target : targets()) {
+            ForcedTarget forced(target);
+            Result result = attend(fast, q, k, v, {{0, count}}, options);
+            const double error = relative_error(result.out, expected.out);
+            const double lse_error = relative_error(result.lse, expected.lse);
+            worst = std::max({worst, error, lse_error});
+            INFO(describe(shape), " length ", length, " count ", count, " left ", options.window_left, " cap ",
+                 options.soft_cap, " fresh ", options.fresh, " on ", cpu::simd::target_name(target));
+            CHECK(error < 1e-3);
+            CHECK(lse_error < 1e-3);
+        }
+    }
+    MESSAGE("largest error ", worst);
+}
