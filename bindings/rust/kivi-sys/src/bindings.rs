@@ -602,7 +602,7 @@ pub struct kivi_statistics {
     #[doc = "```text\nof the whole cache, whatever the layer\n```"]
     pub blocks_used: i64,
     pub blocks_free: i64,
-    #[doc = "```text\nrows whose Hadamard left the range of window_dtype and were clamped\n```"]
+    #[doc = "```text\nrows with finite values beyond the range of window_dtype, clamped\n```"]
     pub saturated_rows: i64,
     #[doc = "```text\nenum kivi_rounding that packs now: nearest until moments are committed\n```"]
     pub key_rounding: i32,
@@ -654,7 +654,7 @@ extern "C" {
     ) -> kivi_status;
 }
 extern "C" {
-    #[doc = "```text\nAppends counts[r] tokens to each sequence of the batch. k [rows, tokens, kv_heads, key_dim],\nv [rows, tokens, kv_heads, value_dim], any dtype, converted to window_dtype with ties to even.\nKIVI_ERROR_CAPACITY if a sequence would pass max_tokens or the pool is exhausted: nothing is appended\nto any row. [APPEND-1] The first layer that appends a token reserves the blocks of all layers.\n[APPEND-2] NaN and infinities damage their own token and its groups only.\n```"]
+    #[doc = "```text\nAppends counts[r] tokens to each sequence of the batch. k [rows, tokens, kv_heads, key_dim],\nv [rows, tokens, kv_heads, value_dim], any dtype, converted to window_dtype with ties to even; finite\nvalues beyond its range, before or after a Hadamard, are clamped to it and their rows counted.\nKIVI_ERROR_CAPACITY if a sequence would pass max_tokens or the pool is exhausted: nothing is appended\nto any row. [APPEND-1] The first layer that appends a token reserves the blocks of all layers.\n[APPEND-2] NaN and infinities damage their own token and its groups only.\n```"]
     pub fn kivi_append(
         cache: *mut kivi_cache,
         layer: i32,
@@ -811,7 +811,7 @@ extern "C" {
     ) -> kivi_status;
 }
 extern "C" {
-    #[doc = "```text\nAdds the queries q [rows, tokens, q_heads, key_dim] (or rank 3), as attend would be given them, to the\nlayer's second moments: per KV head the mean of q q' over its query heads, in the stored basis. Any\ntext of the model's kind serves; a few hundred tokens give most of the gain. Only for layers with\nKIVI_ROUND_QUERY_AWARE. The batch's sequences are not looked at, only counts and offsets.\n```"]
+    #[doc = "```text\nAdds the queries q [rows, tokens, q_heads, key_dim] (or rank 3), as attend would be given them, to the\nlayer's second moments: per KV head the mean of q q' over its query heads, in the stored basis. Any\ntext of the model's kind serves; a few hundred tokens give most of the gain. Only for layers with\nKIVI_ROUND_QUERY_AWARE. The batch's sequences are not looked at, only counts and offsets.\n[MOMENTS-2] Accumulating or setting after a commit asks for another commit, and is refused with\nKIVI_ERROR_STATE while something is packed with the committed moments.\n```"]
     pub fn kivi_moments_accumulate(
         cache: *mut kivi_cache,
         layer: i32,

@@ -1,5 +1,5 @@
-//! The build script, run as the program that it is: each way of finding the library, and what it says when there
-//! is none. Needs cmake and pkg-config beside rustc.
+//! The build script, run as the program that it is: each way of finding the library, and what it says when
+//! there is none. Needs cmake and pkg-config beside rustc.
 
 use std::env;
 use std::fs;
@@ -161,7 +161,8 @@ fn a_source_tree_is_configured_built_and_installed() {
     write(
         &source.join("CMakeLists.txt"),
         "cmake_minimum_required(VERSION 3.24)\nproject(kivi LANGUAGES NONE)\n\
-         add_custom_target(library ALL COMMAND ${CMAKE_COMMAND} -E copy ${PROJECT_SOURCE_DIR}/lib/libkivi.so .)\n\
+         add_custom_target(library ALL\n  \
+         COMMAND ${CMAKE_COMMAND} -E copy ${PROJECT_SOURCE_DIR}/lib/libkivi.so .)\n\
          install(FILES ${PROJECT_BINARY_DIR}/libkivi.so DESTINATION ${CMAKE_INSTALL_LIBDIR})\n\
          install(DIRECTORY include/kivi DESTINATION include)\n\
          if(KIVI_BUILD_TESTS OR KIVI_CUDA)\n  message(FATAL_ERROR \"not asked for\")\nendif()\n",

@@ -52,7 +52,8 @@ impl<'a> Attend<'a> {
         self
     }
 
-    /// Keys and values that are not appended yet, shaped as in append, as many as queries; they are read exactly.
+    /// Keys and values that are not appended yet, shaped as in append, as many as queries; they are read
+    /// exactly.
     pub fn fresh(mut self, k: &'a TensorRef<'a>, v: &'a TensorRef<'a>) -> Attend<'a> {
         self.fresh = Some((k, v));
         self
@@ -71,7 +72,8 @@ impl<'a> Attend<'a> {
         self
     }
 
-    /// The bits of the result shall not depend on batch, threads, page placement or capacity; always so on the CPU.
+    /// The bits of the result shall not depend on batch, threads, page placement or capacity; always so on
+    /// the CPU.
     pub fn invariant(mut self) -> Attend<'a> {
         self.invariant = true;
         self
@@ -98,8 +100,8 @@ impl<'a> Attend<'a> {
     }
 }
 
-/// The memory that an attend works in, made by [`Cache::workspace`](crate::Cache::workspace). One serves any number
-/// of calls one after the other; calls that run together need one each.
+/// The memory that an attend works in, made by [`Cache::workspace`](crate::Cache::workspace). One serves any
+/// number of calls one after the other; calls that run together need one each.
 #[derive(Debug, Clone)]
 pub struct Workspace {
     memory: Vec<u8>,

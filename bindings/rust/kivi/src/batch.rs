@@ -7,10 +7,9 @@ use crate::sys;
 
 /// The rows of a call: row `r` is one sequence with a number of tokens.
 ///
-/// With tensors `[rows, tokens, heads, dim]`, row `r` uses the first of its tokens; with tensors
-/// `[tokens, heads, dim]`, the rows follow one another without gaps, or stand at their
-/// [offsets](Batch::with_offsets). A row with sequence -1 or with no tokens is skipped; a sequence may stand in
-/// one row only.
+/// With tensors `[rows, tokens, heads, dim]`, row `r` uses the first of its tokens; with tensors `[tokens,
+/// heads, dim]`, the rows follow one another without gaps, or stand at their [offsets](Batch::with_offsets).
+/// A row with sequence -1 or with no tokens is skipped; a sequence may stand in one row only.
 ///
 /// ```
 /// use kivi::Batch;

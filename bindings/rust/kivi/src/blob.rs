@@ -38,8 +38,8 @@ impl Cache {
         Ok(written)
     }
 
-    /// Replaces a sequence by the contents of a blob. If the blob is damaged, does not match this cache or does
-    /// not fit, the old contents stay.
+    /// Replaces a sequence by the contents of a blob. If the blob is damaged, does not match this cache or
+    /// does not fit, the old contents stay.
     pub fn import(&mut self, sequence: i32, blob: &[u8]) -> Result<()> {
         // SAFETY: a live handle, ours alone; the length of the blob is given.
         check(unsafe {

@@ -41,8 +41,8 @@ pub struct Cache {
 
 // SAFETY: a cache has no tie to the thread that made it.
 unsafe impl Send for Cache {}
-// SAFETY: `&self` reaches only C calls that take a const cache, which may run together; attend writes to its own
-// workspace.
+// SAFETY: `&self` reaches only C calls that take a const cache, which may run together; attend writes to its
+// own workspace.
 unsafe impl Sync for Cache {}
 
 impl Drop for Cache {
@@ -61,8 +61,8 @@ pub(crate) fn layer_or_all(layer: Option<i32>) -> i32 {
 }
 
 impl Cache {
-    /// Makes a cache and all of its memory. A config that is not supported is refused here, with the rule that it
-    /// breaks, and nothing is refused for it later.
+    /// Makes a cache and all of its memory. A config that is not supported is refused here, with the rule
+    /// that it breaks, and nothing is refused for it later.
     pub fn new(config: &Config) -> Result<Cache> {
         let mut raw = ptr::null_mut();
         // SAFETY: the config lives during the call and is not kept.
@@ -148,9 +148,8 @@ impl Cache {
         Ok(Statistics::from_raw(&statistics))
     }
 
-    /// Appends the tokens of the batch: `k` `[rows, tokens, kv_heads, key_dim]`,
-    /// `v` `[rows, tokens, kv_heads, value_dim]`, or both without rows. If one sequence has no room, none gets
-    /// anything.
+    /// Appends the tokens of the batch: `k` `[rows, tokens, kv_heads, key_dim]`, `v` `[rows, tokens,
+    /// kv_heads, value_dim]`, or both without rows. If one sequence has no room, none gets anything.
     #[inline]
     pub fn append(
         &mut self,
@@ -164,16 +163,16 @@ impl Cache {
         check(unsafe { sys::kivi_append(self.exclusive(), layer, &batch, k.as_raw(), v.as_raw(), NO_STREAM) })
     }
 
-    /// Packs the tails of the batch's sequences as far as whole groups go, in one layer or (`None`) in all. The
-    /// batch's counts are not used.
+    /// Packs the tails of the batch's sequences as far as whole groups go, in one layer or (`None`) in all.
+    /// The batch's counts are not used.
     pub fn flush_residual(&mut self, layer: Option<i32>, batch: &Batch<'_>) -> Result<()> {
         let batch = batch.to_raw();
         // SAFETY: a live handle, ours alone.
         check(unsafe { sys::kivi_flush_residual(self.exclusive(), layer_or_all(layer), &batch, NO_STREAM) })
     }
 
-    /// A workspace for any attend on `layer` (`None`: on any layer) of at most `rows` rows with at most `max_count`
-    /// queries each, at any length.
+    /// A workspace for any attend on `layer` (`None`: on any layer) of at most `rows` rows with at most
+    /// `max_count` queries each, at any length.
     pub fn workspace(&self, layer: Option<i32>, rows: i32, max_count: i32) -> Result<Workspace> {
         let mut bytes = 0usize;
         // SAFETY: a live handle, one number is written.
@@ -183,11 +182,11 @@ impl Cache {
         Ok(Workspace::with_bytes(bytes))
     }
 
-    /// Attention of the batch's queries over everything stored of their sequences, causal: the last query of a
-    /// row stands at the newest token.
+    /// Attention of the batch's queries over everything stored of their sequences, causal: the last query of
+    /// a row stands at the newest token.
     ///
-    /// `q` `[rows, tokens, q_heads, key_dim]`, `out` `[rows, tokens, q_heads, value_dim]`, or both without rows.
-    /// A query that sees nothing gives 0.
+    /// `q` `[rows, tokens, q_heads, key_dim]`, `out` `[rows, tokens, q_heads, value_dim]`, or both without
+    /// rows. A query that sees nothing gives 0.
     #[inline]
     pub fn attend(
         &self,
@@ -200,8 +199,8 @@ impl Cache {
     ) -> Result<()> {
         let batch = batch.to_raw();
         let params = params.to_raw(q)?;
-        // SAFETY: a live handle; the views cover memory that lives during the call, what is written is borrowed
-        // alone; learned sinks are as many as q has heads.
+        // SAFETY: a live handle; the views cover memory that lives during the call, what is written is
+        // borrowed alone; learned sinks are as many as q has heads.
         check(unsafe {
             sys::kivi_attend(
                 self.shared(),

@@ -63,7 +63,8 @@ pub enum Schedule {
 
 /// The tokens that stay in full precision.
 ///
-/// After an append that ends at length `n`, tokens `sink` to `flush * floor((n - recent) / flush)` are packed.
+/// After an append that ends at length `n`, tokens `sink` to `flush * floor((n - recent) / flush)` are
+/// packed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Windows {
     /// The first tokens of a sequence that stay.

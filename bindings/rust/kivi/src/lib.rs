@@ -1,10 +1,11 @@
-//! libkivi keeps the attention keys and values of a transformer in 2 to 4 bits and computes attention straight
-//! from the packed form. This crate is its safe Rust face: it adds types and lifetimes, and no behaviour.
+//! libkivi keeps the attention keys and values of a transformer in 2 to 4 bits and computes attention
+//! straight from the packed form. This crate is its safe Rust face: it adds types and lifetimes, and no
+//! behaviour.
 //!
 //! A [`Cache`] holds all layers of a model and many sequences. [`Cache::append`] stores keys and values,
-//! [`Cache::attend`] computes attention over all that is stored. Tensors are borrowed views
-//! ([`TensorRef`], [`TensorMut`]) over slices of the caller, which tokens of which sequence a call is about is
-//! said by a [`Batch`], how keys and values are stored by a [`Config`].
+//! [`Cache::attend`] computes attention over all that is stored. Tensors are borrowed views ([`TensorRef`],
+//! [`TensorMut`]) over slices of the caller, which tokens of which sequence a call is about is said by a
+//! [`Batch`], how keys and values are stored by a [`Config`].
 //!
 //! ```
 //! use kivi::{Attend, Batch, Cache, Config, Heads, TensorMut, TensorRef};
@@ -18,7 +19,8 @@
 //! let keys = vec![0.5f32; 300 * 2 * 64];
 //! let values = vec![0.25f32; 300 * 2 * 64];
 //! let tokens = Batch::first(1, 300);
-//! cache.append(0, &tokens, &TensorRef::new(&keys, &[1, 300, 2, 64])?, &TensorRef::new(&values, &[1, 300, 2, 64])?)?;
+//! let shape = [1, 300, 2, 64];
+//! cache.append(0, &tokens, &TensorRef::new(&keys, &shape)?, &TensorRef::new(&values, &shape)?)?;
 //!
 //! // The query of the newest token.
 //! let query = vec![1.0f32; 4 * 64];

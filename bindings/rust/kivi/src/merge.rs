@@ -10,9 +10,9 @@ use std::ptr;
 /// Combines partial results of the same queries over disjoint keys: the mean of the outputs, weighted by
 /// `exp(lse)`, computed without overflow.
 ///
-/// `outs[i]` and `out` `[rows, tokens, q_heads, dim]` or `[tokens, q_heads, dim]`; `lses[i]` and `lse` f32 without
-/// the last size. `learned_sinks`, one logit a query head, belongs to the last merge only. Parts that saw nothing
-/// (LSE minus infinity) do not contribute.
+/// `outs[i]` and `out` `[rows, tokens, q_heads, dim]` or `[tokens, q_heads, dim]`; `lses[i]` and `lse` f32
+/// without the last size. `learned_sinks`, one logit a query head, belongs to the last merge only. Parts that
+/// saw nothing (LSE minus infinity) do not contribute.
 ///
 /// ```
 /// use kivi::{merge, TensorMut, TensorRef};
@@ -43,8 +43,8 @@ pub fn merge(
     if let Some(logits) = learned_sinks {
         check_learned_sinks(logits, out.shape())?;
     }
-    // SAFETY: views are transparent over the C struct and cover memory that lives during the call; what is written
-    // is borrowed alone; learned sinks are as many as out has heads.
+    // SAFETY: views are transparent over the C struct and cover memory that lives during the call; what is
+    // written is borrowed alone; learned sinks are as many as out has heads.
     check(unsafe {
         sys::kivi_merge(
             parts,

@@ -7,9 +7,11 @@ use crate::sys;
 use crate::tensor::TensorRef;
 
 /// Moments of a layer are accumulated or set, then committed, while nothing of the layer is packed.
+/// Accumulating or setting after a commit asks for another commit.
 impl Cache {
-    /// Adds queries, as attend would be given them, `[rows, tokens, q_heads, key_dim]` or without rows. The batch's
-    /// sequences are not looked at. Any text of the model's kind serves; a few hundred tokens give most of the gain.
+    /// Adds queries, as attend would be given them, `[rows, tokens, q_heads, key_dim]` or without rows. The
+    /// batch's sequences are not looked at. Any text of the model's kind serves; a few hundred tokens give
+    /// most of the gain.
     pub fn accumulate_moments(&mut self, layer: i32, batch: &Batch<'_>, q: &TensorRef<'_>) -> Result<()> {
         let batch = batch.to_raw();
         // SAFETY: a live handle, ours alone; the view covers memory that lives during the call.

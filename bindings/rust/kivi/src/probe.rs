@@ -13,7 +13,7 @@ use crate::version::check_library;
 ///
 /// ```
 /// use kivi::{Probe, Schedule, Spec, TensorRef, Windows};
-/// # let noise = |n: usize| (0..n).map(|i| ((i * 7919 + 13) % 1009) as f32 / 500.0 - 1.0).collect::<Vec<f32>>();
+/// # let noise = |n: usize| -> Vec<f32> { (0..n).map(|i| (i * 7919 % 1009) as f32 / 500.0 - 1.0).collect() };
 /// let (q, k, v) = (noise(4 * 2 * 32), noise(256 * 32), noise(256 * 32));
 /// let report = Probe::new(
 ///     &TensorRef::new(&q, &[4, 2, 32])?,     // the last 4 positions, 2 query heads
@@ -74,8 +74,8 @@ pub struct ProbeReport {
 }
 
 impl<'a> Probe<'a> {
-    /// `q` `[queries, q_heads, key_dim]`, the last positions of the sequence, `k` `[tokens, kv_heads, key_dim]`,
-    /// `v` `[tokens, kv_heads, value_dim]`. Without [specs](Probe::specs) nothing is packed.
+    /// `q` `[queries, q_heads, key_dim]`, the last positions of the sequence, `k` `[tokens, kv_heads,
+    /// key_dim]`, `v` `[tokens, kv_heads, value_dim]`. Without [specs](Probe::specs) nothing is packed.
     pub fn new(q: &TensorRef<'a>, k: &TensorRef<'a>, v: &TensorRef<'a>) -> Probe<'a> {
         Probe {
             q: *q,
@@ -142,7 +142,8 @@ impl<'a> Probe<'a> {
         };
         let mut total = sys::kivi_probe_result::default();
         let mut per_head = vec![sys::kivi_probe_result::default(); kv_heads as usize];
-        // SAFETY: the views cover memory that lives during the call; per_head has as many structs as k has heads.
+        // SAFETY: the views cover memory that lives during the call; per_head has as many structs as k has
+        // heads.
         check(unsafe {
             sys::kivi_probe(&params, &mut total, per_head.as_mut_ptr(), size_of::<sys::kivi_probe_result>())
         })?;

@@ -162,7 +162,7 @@ pub struct Statistics {
     pub blocks_used: i64,
     /// Blocks left.
     pub blocks_free: i64,
-    /// Rows whose transform left the range of the window's type and were clamped.
+    /// Rows with finite values beyond the range of the window's type, clamped.
     pub saturated_rows: i64,
     /// How codes of keys are chosen now.
     pub key_rounding: Rounding,

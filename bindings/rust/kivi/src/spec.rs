@@ -15,8 +15,8 @@ pub enum Axis {
 }
 
 /// How one tensor is stored: bits, groups, range, transform, rounding. Made by [`channel`](Spec::channel),
-/// [`token`](Spec::token) or [`full`](Spec::full) and refined by the others; what does not go together is refused
-/// when a cache is made of it.
+/// [`token`](Spec::token) or [`full`](Spec::full) and refined by the others; what does not go together is
+/// refused when a cache is made of it.
 ///
 /// ```
 /// use kivi::Spec;
@@ -52,8 +52,8 @@ impl Spec {
         Spec(sys::kivi_spec { bits, axis: axis as i32, group, ..Default::default() })
     }
 
-    /// Rows are multiplied by an orthonormal Hadamard matrix over the head dim before they are stored; queries
-    /// or outputs likewise, so results do not change but for the rounding.
+    /// Rows are multiplied by an orthonormal Hadamard matrix over the head dim before they are stored;
+    /// queries or outputs likewise, so results do not change but for the rounding.
     pub fn hadamard(mut self) -> Spec {
         self.0.transform = sys::KIVI_TRANSFORM_HADAMARD as i32;
         self

@@ -71,7 +71,17 @@ sixteen_bits!(Bf16, Dtype::Bf16, "The bits of a bfloat16 number.");
 
 /// A tensor to read: `[rows, tokens, heads, dim]`, `[tokens, heads, dim]` or as a call says.
 ///
-/// Strides count elements. The innermost is 1; another may be 0, which repeats what lies below it.
+/// Strides count elements. The innermost is 1; another may be 0, which repeats what lies below it. The slice
+/// outlives the view:
+///
+/// ```compile_fail,E0505
+/// # use kivi::TensorRef;
+/// let data = vec![0.0f32; 16];
+/// let view = TensorRef::new(&data, &[2, 8])?;
+/// drop(data);
+/// println!("{view:?}");
+/// # Ok::<(), kivi::Error>(())
+/// ```
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub struct TensorRef<'a> {
@@ -79,7 +89,17 @@ pub struct TensorRef<'a> {
     memory: PhantomData<&'a [u8]>,
 }
 
-/// A tensor to write, of the same shapes as [`TensorRef`]; no two of its elements share memory.
+/// A tensor to write, of the same shapes as [`TensorRef`]; no two of its elements share memory, and nothing else
+/// reads or writes them while it exists:
+///
+/// ```compile_fail,E0502
+/// # use kivi::{TensorMut, TensorRef};
+/// let mut data = [0.0f32; 16];
+/// let input = TensorRef::new(&data, &[2, 8])?;
+/// let output = TensorMut::new(&mut data, &[2, 8])?;
+/// println!("{input:?}");
+/// # Ok::<(), kivi::Error>(())
+/// ```
 #[repr(transparent)]
 pub struct TensorMut<'a> {
     raw: sys::kivi_tensor,
@@ -110,14 +130,16 @@ impl<'a> TensorRef<'a> {
         Ok(TensorRef { raw, memory: PhantomData })
     }
 
-    /// A view whose element at `index` is `data[sum of index * stride]`. The slice may be longer than the view.
+    /// A view whose element at `index` is `data[sum of index * stride]`. The slice may be longer than the
+    /// view.
     ///
     /// ```
     /// use kivi::TensorRef;
     /// // Keys and values interleaved token by token, [tokens, 2, heads, dim]: the keys alone.
     /// let (tokens, heads, dim) = (5, 2, 8);
     /// let keys_and_values = vec![0.0f32; tokens * 2 * heads * dim];
-    /// let keys = TensorRef::with_strides(&keys_and_values, &[tokens, heads, dim], &[2 * heads * dim, dim, 1])?;
+    /// let strides = [2 * heads * dim, dim, 1];
+    /// let keys = TensorRef::with_strides(&keys_and_values, &[tokens, heads, dim], &strides)?;
     /// # Ok::<(), kivi::Error>(())
     /// ```
     pub fn with_strides<T: Element>(
@@ -168,8 +190,8 @@ impl<'a> TensorMut<'a> {
         Ok(TensorMut { raw, memory: PhantomData })
     }
 
-    /// A view whose element at `index` is `data[sum of index * stride]`, which must be a place of its own: each
-    /// stride at least as long as what lies within it. The slice may be longer than the view.
+    /// A view whose element at `index` is `data[sum of index * stride]`, which must be a place of its own:
+    /// each stride at least as long as what lies within it. The slice may be longer than the view.
     pub fn with_strides<T: Element>(
         data: &'a mut [T],
         shape: &[usize],
@@ -348,8 +370,8 @@ fn extent(shape: &[usize], strides: &[usize]) -> Result<usize> {
     extent.ok_or_else(|| too_large(shape))
 }
 
-/// Refuses views in which two indices could name one place. Taken from the shortest stride to the longest, each
-/// must reach past everything that lies within it; a size of 1 takes no step.
+/// Refuses views in which two indices could name one place. Taken from the shortest stride to the longest,
+/// each must reach past everything that lies within it; a size of 1 takes no step.
 fn no_overlap(shape: &[usize], strides: &[usize]) -> Result<()> {
     extent(shape, strides)?; // so that no sum below overflows
     if shape.contains(&0) {

@@ -143,7 +143,8 @@ fn a_ragged_batch_equals_its_rows_alone() {
     let lengths: Vec<i64> = (0..5).map(|s| cache.length(0, s).unwrap().length).collect();
     assert_eq!(lengths, [0, 0, 140, 211, 0]);
 
-    // Rank 3: three queries of sequence 3, one of sequence 2, two of the empty sequence 4, in an order of ours.
+    // Rank 3: three queries of sequence 3, one of sequence 2, two of the empty sequence 4, in an order of
+    // ours.
     let q = random.normals(7 * 6 * 64);
     let mut out = vec![9.0f32; 7 * 6 * 64];
     let mut lse = vec![9.0f32; 7 * 6];

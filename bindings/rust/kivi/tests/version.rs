@@ -1,5 +1,5 @@
-//! A library of another version: the one before is refused with a clear error, the next one runs. The test runs
-//! itself with a stand-in for `kivi_version` loaded before the library.
+//! A library of another version: the one before is refused with a clear error, the next one runs. The test
+//! runs itself with a stand-in for `kivi_version` loaded before the library.
 
 use std::env;
 use std::path::PathBuf;
@@ -42,7 +42,7 @@ fn report_of_the_child() {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn the_version_before_is_refused_and_the_next_one_runs() {
+fn fault_115_the_version_before_is_refused_and_the_next_one_runs() {
     let mine = Version::BINDINGS;
     let number = |v: Version| v.major * 10000 + v.minor * 100 + v.patch;
     let before = number(mine) - 1;
