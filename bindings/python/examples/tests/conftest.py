@@ -65,7 +65,7 @@ def write_model(path, family, tables=byte_pair_tables, seed=0, tied=True, **meta
         weights[name] = (about + scale * random.standard_normal(size)).astype(np.float32)
         writer.add_tensor(name, weights[name])
 
-    add("token_embd.weight", vocabulary, WIDTH, scale=1.0)
+    add("token_embd.weight", vocabulary, WIDTH, scale=0.3)
     add("output_norm.weight", WIDTH, about=1.0)
     if not tied:
         add("output.weight", vocabulary, WIDTH)
