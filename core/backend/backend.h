@@ -112,7 +112,7 @@ class Backend {
     // Sum of q q' over `queries` query rows of each KV head, stored basis, [kv_heads][dim][dim].
     virtual void read_moments(int layer, float* sums) const = 0;
     virtual void write_moments(int layer, const float* sums) = 0;
-    // Encoder tables, one per KV head; empty: nearest rounding.
+    // Encoder tables, one per KV head, which the caller keeps until the next call; empty: nearest rounding.
     virtual void set_feedback(int layer, const std::vector<Feedback>& heads) = 0;
 
     virtual int64_t saturated_rows(int layer) const = 0;   // since create or reset

@@ -9,9 +9,11 @@
 #include "cpu/append.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "cpu/pack.h"
 #include "cpu/rows.h"
+#include "cpu/write_kernels.h"
 
 namespace kivi::cpu {
 namespace {
@@ -21,40 +23,73 @@ constexpr int64_t kMaxRowBytes = 512 * 4;
 class HeadAppend {
   public:
     HeadAppend(const TensorStore& store, const Feedback* feedback, const Row& row, int head, const View& input,
-               const AppendScratch& scratch)
+               const AppendMeans& means)
         : store_(store),
           feedback_(feedback),
           row_(row),
           head_(head),
           input_(input),
           input_begin_(input ? origin(input, row) + head * input.head_stride : 0),
-          scratch_(scratch) {}
+          rows_(means.scratch) {
+        if (means.plain || !suits_write_kernels(store.dim)) return;
+        row_kernels_ = row_kernels();
+        pack_kernels_ = pack_kernels();
+    }
 
     int64_t run() {
         const Windows& windows = store_.windows;
         const int64_t pack_begin = tail_begin(windows, row_.before, store_.part);
         const int64_t pack_end = tail_begin(windows, row_.after, store_.part);
-        pack(pack_begin, pack_end);
+        if (store_.spec.bits == 16) {
+            copy_to_pages(pack_begin, pack_end);
+        } else {
+            pack(pack_begin, pack_end);
+        }
         const int64_t begin = row_.before.length, end = row_.after.length;
-        store_rows(begin, std::min(end, windows.sink));
-        store_rows(std::max({begin, windows.sink, pack_end}), end);
+        store_windows(begin, std::min(end, windows.sink));
+        store_windows(std::max({begin, windows.sink, pack_end}), end);
         return saturated_;
     }
 
   private:
-    void take(int64_t position, uint8_t* to) {
-        const int64_t at = input_begin_ + (position - row_.before.length) * input_.token_stride;
-        saturated_ += take_row_plain(input_.data, input_.dtype, at, store_.dim, store_.spec.transform,
-                                     store_.window_dtype, to);
+    bool in_tail(int64_t position) const { return position < row_.before.length; }
+
+    const uint8_t* tail_row(int64_t position) const {
+        return store_.tail_row(row_.sequence, head_, store_.tail_slot(position));
     }
 
-    // The stored row of a position that is to be packed.
-    const uint8_t* stored(int64_t position) {
-        if (position < row_.before.length) {
-            return store_.tail_row(row_.sequence, head_, store_.tail_slot(position));
+    int64_t input_at(int64_t position) const {
+        return input_begin_ + (position - row_.before.length) * input_.token_stride;
+    }
+
+    bool take_fast(int64_t position, float* x) const {
+        return row_kernels_ != nullptr && row_kernels_->take(input_.data, input_.dtype, input_at(position), store_.dim,
+                                                             store_.spec.transform, store_.window_dtype, x);
+    }
+
+    // A new row to memory in the window dtype.
+    void take(int64_t position, uint8_t* to) {
+        if (take_fast(position, rows_)) {
+            row_kernels_->store(rows_, store_.window_dtype, store_.dim, to);
+        } else {
+            saturated_ += take_row_plain(input_.data, input_.dtype, input_at(position), store_.dim,
+                                         store_.spec.transform, store_.window_dtype, to);
         }
-        take(position, taken_);
-        return taken_;
+    }
+
+    // Any row to fp32. False: the packer kernels are not for it.
+    bool fetch(int64_t position, float* x) {
+        if (in_tail(position)) {
+            if (row_kernels_ != nullptr) return row_kernels_->load(tail_row(position), store_.window_dtype, store_.dim, x);
+            load_row_plain(tail_row(position), store_.window_dtype, store_.dim, x);
+            return false;
+        }
+        if (take_fast(position, x)) return true;
+        alignas(64) uint8_t taken[kMaxRowBytes];
+        saturated_ += take_row_plain(input_.data, input_.dtype, input_at(position), store_.dim, store_.spec.transform,
+                                     store_.window_dtype, taken);
+        load_row_plain(taken, store_.window_dtype, store_.dim, x);
+        return false;
     }
 
     void pack(int64_t begin, int64_t end) {
@@ -63,17 +98,39 @@ class HeadAppend {
             const int64_t slot = position - store_.windows.sink;
             const int first = static_cast<int>(slot % kPageTokens);
             const int count = static_cast<int>(std::min<int64_t>(step - first % step, end - position));
+            bool fast = pack_kernels_ != nullptr;
             for (int t = 0; t < count; ++t) {
-                load_row_plain(stored(position + t), store_.window_dtype, store_.dim,
-                               scratch_.rows + static_cast<int64_t>(t) * store_.dim);
+                fast &= fetch(position + t, rows_ + static_cast<int64_t>(t) * store_.dim);
             }
-            uint8_t* part = store_.page(row_.blocks[slot / kPageTokens], head_);
-            pack_rows_plain(store_, feedback_, scratch_.rows, first, count, part);
+            pack_rows(fast, first, count, store_.page(row_.blocks[slot / kPageTokens], head_));
             position += count;
         }
     }
 
-    void store_rows(int64_t begin, int64_t end) {
+    void pack_rows(bool fast, int first, int count, uint8_t* part) {
+        if (fast && feedback_ == nullptr) {
+            pack_kernels_->nearest(store_, rows_, first, count, part);
+        } else if (fast && pack_kernels_->query_aware != nullptr) {
+            pack_kernels_->query_aware(store_, *feedback_, rows_, first, count, part);
+        } else {
+            pack_rows_plain(store_, feedback_, rows_, first, count, part);
+        }
+    }
+
+    // 16 bits: a page holds rows as the windows do.
+    void copy_to_pages(int64_t begin, int64_t end) {
+        for (int64_t position = begin; position < end; ++position) {
+            const int64_t slot = position - store_.windows.sink;
+            uint8_t* to = store_.page(row_.blocks[slot / kPageTokens], head_) + slot % kPageTokens * store_.row_bytes();
+            if (in_tail(position)) {
+                std::memcpy(to, tail_row(position), static_cast<size_t>(store_.row_bytes()));
+            } else {
+                take(position, to);
+            }
+        }
+    }
+
+    void store_windows(int64_t begin, int64_t end) {
         for (int64_t position = begin; position < end; ++position) {
             take(position, position < store_.windows.sink
                                ? store_.sink_row(row_.sequence, head_, position)
@@ -87,8 +144,9 @@ class HeadAppend {
     const int head_;
     const View& input_;
     const int64_t input_begin_;
-    const AppendScratch& scratch_;
-    alignas(64) uint8_t taken_[kMaxRowBytes];
+    float* const rows_;  // of the chunk on its way to a packer
+    const RowKernels* row_kernels_ = nullptr;
+    const PackKernels* pack_kernels_ = nullptr;
     int64_t saturated_ = 0;
 };
 
@@ -99,8 +157,8 @@ int64_t append_scratch_floats(const kivi_layer& layer) {
 }
 
 int64_t append_head(const TensorStore& store, const Feedback* feedback, const Row& row, int head, const View& input,
-                    const AppendScratch& scratch) {
-    return HeadAppend(store, feedback, row, head, input, scratch).run();
+                    const AppendMeans& means) {
+    return HeadAppend(store, feedback, row, head, input, means).run();
 }
 
 }  // namespace kivi::cpu

@@ -8,9 +8,11 @@
 
 namespace kivi::cpu {
 
-// Memory of one thread: rows on their way to a packer.
-struct AppendScratch {
-    float* rows = nullptr;  // [append_scratch_rows][dim]
+// How to do it: `plain` keeps to the scalar definitions. `scratch` is memory of one thread, of
+// append_scratch_floats values.
+struct AppendMeans {
+    bool plain = false;
+    float* scratch = nullptr;
 };
 int64_t append_scratch_floats(const kivi_layer& layer);
 
@@ -18,6 +20,6 @@ int64_t append_scratch_floats(const kivi_layer& layer);
 // stores the new tokens that stay: in the sink window or in the tail. `input` empty: flush, no new tokens.
 // Returns the number of rows that saturated.
 int64_t append_head(const TensorStore& store, const Feedback* feedback, const Row& row, int head, const View& input,
-                    const AppendScratch& scratch);
+                    const AppendMeans& means);
 
 }  // namespace kivi::cpu

@@ -33,7 +33,7 @@ struct Layer {
     Buffer windows;  // sink rows and tail rows of K, then of V
     Buffer pages;
     Buffer moments;  // [kv_heads][key_dim][key_dim], only for query-aware specs
-    std::vector<Feedback> feedback;
+    const std::vector<Feedback>* feedback = nullptr;  // the cache's, one a head; NULL: nearest rounding
     std::atomic<int64_t> saturated_rows{0};
 };
 
@@ -144,7 +144,9 @@ class CpuBackend final : public Backend {
         std::memcpy(moments.data(), sums, moments.size());
     }
 
-    void set_feedback(int layer, const std::vector<Feedback>& heads) override { layers_[layer].feedback = heads; }
+    void set_feedback(int layer, const std::vector<Feedback>& heads) override {
+        layers_[layer].feedback = heads.empty() ? nullptr : &heads;
+    }
 
     int64_t saturated_rows(int layer) const override { return layers_[layer].saturated_rows.load(); }
 
@@ -217,7 +219,7 @@ class CpuBackend final : public Backend {
             const Row& row = rows.data[i / (2 * heads)];
             const int head = static_cast<int>(i % heads);
             const bool key = i / heads % 2 == 0;
-            const Feedback* feedback = key && !layer.feedback.empty() ? &layer.feedback[head] : nullptr;
+            const Feedback* feedback = key && layer.feedback != nullptr ? &(*layer.feedback)[head] : nullptr;
             const AppendMeans means{model_.reference,
                                     reinterpret_cast<float*>(scratch_.data()) + thread * scratch_floats_};
             const int64_t saturated = append_head(key ? layer.store.key : layer.store.value, feedback, row, head,

@@ -1,0 +1,259 @@
+// Rows on their way in, vectorised: conversion, Hadamard, rounding to the window dtype.
+#include "cpu/write_kernels.h"
+
+#include <cmath>
+#include <type_traits>
+
+#include "cpu/simd.h"
+#include "format/hadamard.h"
+#include "format/half.h"
+
+#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_SSSE3)
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/row_kernels.cc"
+#include <hwy/foreach_target.h>
+#include <hwy/highway.h>
+
+HWY_BEFORE_NAMESPACE();
+namespace kivi::cpu {
+namespace HWY_NAMESPACE {
+
+#if HWY_TARGET == HWY_SCALAR
+
+const RowKernels* row_kernels_of_target() { return nullptr; }
+
+#else
+
+namespace {
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+using F32 = hn::ScalableTag<float>;
+using I32 = hn::RebindToSigned<F32>;
+using U32 = hn::RebindToUnsigned<F32>;
+using VF = hn::Vec<F32>;
+using VI = hn::Vec<I32>;
+
+constexpr int kInfinityBits = 0x7F800000;
+constexpr int kSafePeakBits = (127 + 118) << 23;  // 2^118: no stage of a Hadamard overflows below it
+
+// Bits of |x|, ordered as the magnitudes are, NaN above everything.
+VI magnitude(VF x) {
+    const I32 di;
+    return hn::And(hn::BitCast(di, x), hn::Set(di, 0x7FFFFFFF));
+}
+
+bool any_at_least(VI peak, int bits) {
+    const I32 di;
+    return !hn::AllFalse(di, hn::Gt(peak, hn::Set(di, bits - 1)));
+}
+
+// Conversions of one vector. Where the instruction set has none for f16, the scalar ones serve.
+constexpr bool kHardwareF16 = !HWY_ARCH_X86 || HWY_TARGET <= HWY_AVX2;
+
+struct Float32 {
+    static VF load(const void* data, int64_t at) { return hn::LoadU(F32(), static_cast<const float*>(data) + at); }
+    static void store(VF x, void* to, int64_t at) { hn::StoreU(x, F32(), static_cast<float*>(to) + at); }
+};
+
+struct BFloat16 {
+    static VF load(const void* data, int64_t at) {
+        const hn::Rebind<uint16_t, F32> d16;
+        const U32 du;
+        const auto wide = hn::PromoteTo(du, hn::LoadU(d16, static_cast<const uint16_t*>(data) + at));
+        return hn::BitCast(F32(), hn::ShiftLeft<16>(wide));
+    }
+    // Round to nearest, ties to even, of values that are not NaN.
+    static void store(VF x, void* to, int64_t at) {
+        const hn::Rebind<uint16_t, F32> d16;
+        const U32 du;
+        const auto u = hn::BitCast(du, x);
+        const auto odd = hn::And(hn::ShiftRight<16>(u), hn::Set(du, 1));
+        const auto rounded = hn::ShiftRight<16>(hn::Add(u, hn::Add(odd, hn::Set(du, 0x7FFF))));
+        const hn::RebindToSigned<U32> di;
+        hn::StoreU(hn::DemoteTo(d16, hn::BitCast(di, rounded)), d16, static_cast<uint16_t*>(to) + at);
+    }
+};
+
+struct Float16 {
+    static VF load(const void* data, int64_t at) {
+        const F32 d;
+        const uint16_t* from = static_cast<const uint16_t*>(data) + at;
+        if constexpr (kHardwareF16) {
+            const hn::Rebind<hwy::float16_t, F32> d16;
+            return hn::PromoteTo(d, hn::LoadU(d16, reinterpret_cast<const hwy::float16_t*>(from)));
+        } else {
+            HWY_ALIGN float x[HWY_MAX_BYTES / sizeof(float)];
+            for (size_t i = 0; i < hn::Lanes(d); ++i) x[i] = f16_to_f32(from[i]);
+            return hn::Load(d, x);
+        }
+    }
+    static void store(VF x, void* to, int64_t at) {
+        const F32 d;
+        uint16_t* out = static_cast<uint16_t*>(to) + at;
+        if constexpr (kHardwareF16) {
+            const hn::Rebind<hwy::float16_t, F32> d16;
+            hn::StoreU(hn::DemoteTo(d16, x), d16, reinterpret_cast<hwy::float16_t*>(out));
+        } else {
+            HWY_ALIGN float lanes[HWY_MAX_BYTES / sizeof(float)];
+            hn::Store(x, d, lanes);
+            for (size_t i = 0; i < hn::Lanes(d); ++i) out[i] = f32_to_f16(lanes[i]);
+        }
+    }
+};
+
+// Rounds to the type and back.
+template <class Type>
+VF round_through(VF x) {
+    if constexpr (std::is_same_v<Type, Float32>) return x;
+    HWY_ALIGN uint16_t memory[HWY_MAX_BYTES / sizeof(float)];
+    Type::store(x, memory, 0);
+    return Type::load(memory, 0);
+}
+
+// ---- Hadamard: the stages of format/hadamard.cpp in the same order ----
+
+// One stage inside a vector: partners stand 2^kLog2Distance lanes apart. The right partner's sign is flipped
+// before the addition, which is the subtraction left - right.
+template <int kLog2Distance>
+VF stage_in_vector(VF x) {
+    const F32 d;
+    const U32 du;
+    constexpr int kDistance = 1 << kLog2Distance;
+    const auto right = hn::And(hn::Iota(du, 0), hn::Set(du, kDistance));
+    const auto sign = hn::ShiftLeft<31 - kLog2Distance>(right);
+    const VF flipped = hn::BitCast(d, hn::Xor(hn::BitCast(du, x), sign));
+    VF partner = x;
+    if constexpr (kDistance == 1) partner = hn::Shuffle2301(x);
+    if constexpr (kDistance == 2) partner = hn::Shuffle1032(x);
+#if HWY_TARGET <= HWY_AVX2
+    if constexpr (kDistance == 4) partner = hn::SwapAdjacentBlocks(x);
+    if constexpr (kDistance == 8) partner = hn::ConcatLowerUpper(d, x, x);
+#endif
+    return hn::Add(partner, flipped);
+}
+
+void transform(float* HWY_RESTRICT x, int dim) {
+    const F32 d;
+    constexpr int kLanes = HWY_MAX_BYTES / sizeof(float) < 16 ? HWY_MAX_BYTES / sizeof(float) : 16;
+    const int block = hadamard_block(dim);
+    for (int i = 0; i < dim; i += kLanes) {
+        VF v = hn::LoadU(d, x + i);
+        v = stage_in_vector<1>(stage_in_vector<0>(v));
+        if constexpr (kLanes >= 8) v = stage_in_vector<2>(v);
+        if constexpr (kLanes >= 16) v = stage_in_vector<3>(v);
+        hn::StoreU(v, d, x + i);
+    }
+    for (int h = kLanes; h < block; h *= 2) {
+        for (int i = 0; i < dim; i += 2 * h) {
+            for (int j = i; j < i + h; j += kLanes) {
+                const VF left = hn::LoadU(d, x + j), right = hn::LoadU(d, x + j + h);
+                hn::StoreU(hn::Add(left, right), d, x + j);
+                hn::StoreU(hn::Sub(left, right), d, x + j + h);
+            }
+        }
+    }
+    const VF norm = hn::Set(d, static_cast<float>(1.0 / std::sqrt(static_cast<double>(block))));
+    for (int i = 0; i < dim; i += kLanes) hn::StoreU(hn::Mul(hn::LoadU(d, x + i), norm), d, x + i);
+}
+
+// ---- the three kernels ----
+
+template <class From, class Window>
+bool take_row(const void* data, int64_t at, int dim, bool rotate, float* HWY_RESTRICT x) {
+    const F32 d;
+    const I32 di;
+    const int lanes = static_cast<int>(hn::Lanes(d));
+    VI peak = hn::Zero(di);
+    if (rotate) {
+        for (int i = 0; i < dim; i += lanes) {
+            const VF v = From::load(data, at + i);
+            peak = hn::Max(peak, magnitude(v));
+            hn::StoreU(v, d, x + i);
+        }
+        if (any_at_least(peak, kSafePeakBits)) return false;
+        transform(x, dim);
+        peak = hn::Zero(di);
+    }
+    for (int i = 0; i < dim; i += lanes) {
+        const VF v = round_through<Window>(rotate ? hn::LoadU(d, x + i) : From::load(data, at + i));
+        peak = hn::Max(peak, magnitude(v));
+        hn::StoreU(v, d, x + i);
+    }
+    return !any_at_least(peak, kInfinityBits);
+}
+
+template <class From>
+bool take_from(const void* data, int64_t at, int dim, int32_t transform, int32_t window_dtype, float* x) {
+    const bool rotate = transform == KIVI_TRANSFORM_HADAMARD;
+    switch (window_dtype) {
+        case KIVI_F16: return take_row<From, Float16>(data, at, dim, rotate, x);
+        case KIVI_BF16: return take_row<From, BFloat16>(data, at, dim, rotate, x);
+        default: return take_row<From, Float32>(data, at, dim, rotate, x);
+    }
+}
+
+bool take(const void* data, int32_t dtype, int64_t at, int dim, int32_t transform, int32_t window_dtype, float* x) {
+    switch (dtype) {
+        case KIVI_F16: return take_from<Float16>(data, at, dim, transform, window_dtype, x);
+        case KIVI_BF16: return take_from<BFloat16>(data, at, dim, transform, window_dtype, x);
+        default: return take_from<Float32>(data, at, dim, transform, window_dtype, x);
+    }
+}
+
+template <class Window>
+bool load_row(const uint8_t* from, int dim, float* HWY_RESTRICT x) {
+    const F32 d;
+    VI peak = hn::Zero(I32());
+    for (int i = 0; i < dim; i += static_cast<int>(hn::Lanes(d))) {
+        const VF v = Window::load(from, i);
+        peak = hn::Max(peak, magnitude(v));
+        hn::StoreU(v, d, x + i);
+    }
+    return !any_at_least(peak, kInfinityBits);
+}
+
+bool load(const uint8_t* from, int32_t window_dtype, int dim, float* x) {
+    switch (window_dtype) {
+        case KIVI_F16: return load_row<Float16>(from, dim, x);
+        case KIVI_BF16: return load_row<BFloat16>(from, dim, x);
+        default: return load_row<Float32>(from, dim, x);
+    }
+}
+
+template <class Window>
+void store_row(const float* x, int dim, uint8_t* to) {
+    const F32 d;
+    for (int i = 0; i < dim; i += static_cast<int>(hn::Lanes(d))) Window::store(hn::LoadU(d, x + i), to, i);
+}
+
+void store(const float* x, int32_t window_dtype, int dim, uint8_t* to) {
+    switch (window_dtype) {
+        case KIVI_F16: return store_row<Float16>(x, dim, to);
+        case KIVI_BF16: return store_row<BFloat16>(x, dim, to);
+        default: return store_row<Float32>(x, dim, to);
+    }
+}
+
+}  // namespace
+
+const RowKernels* row_kernels_of_target() {
+    static const RowKernels kernels{take, load, store};
+    return &kernels;
+}
+
+#endif  // HWY_SCALAR
+
+}  // namespace HWY_NAMESPACE
+}  // namespace kivi::cpu
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace kivi::cpu {
+
+HWY_EXPORT(row_kernels_of_target);
+
+const RowKernels* row_kernels() { return simd::choose(KIVI_SIMD_TARGETS(row_kernels_of_target))(); }
+
+}  // namespace kivi::cpu
+#endif
