@@ -61,6 +61,12 @@ pub enum Schedule {
     Published = sys::KIVI_SCHEDULE_PUBLISHED as isize,
 }
 
+impl Schedule {
+    fn from_raw(raw: i32) -> Option<Schedule> {
+        [Schedule::Rolling, Schedule::Published].into_iter().find(|schedule| *schedule as i32 == raw)
+    }
+}
+
 /// The tokens that stay in full precision.
 ///
 /// After an append that ends at length `n`, tokens `sink` to `flush * floor((n - recent) / flush)` are
@@ -260,6 +266,14 @@ pub struct Preset {
     pub k: Spec,
     /// How it stores values.
     pub v: Spec,
+    /// As in [`Windows`].
+    pub sink: i32,
+    /// Likewise.
+    pub recent: i32,
+    /// Likewise.
+    pub flush: i32,
+    /// When it packs; `None`: a schedule that this crate does not know, the library is newer.
+    pub schedule: Option<Schedule>,
 }
 
 /// All presets of the library.
@@ -279,7 +293,16 @@ pub fn presets() -> Result<Vec<Preset>> {
             check(unsafe { sys::kivi_preset_at(index, &mut preset, size_of_val(&preset)) })?;
             // SAFETY: static strings.
             let (name, what) = unsafe { (text(preset.name), text(preset.what)) };
-            Ok(Preset { name, what, k: Spec(preset.k), v: Spec(preset.v) })
+            Ok(Preset {
+                name,
+                what,
+                k: Spec(preset.k),
+                v: Spec(preset.v),
+                sink: preset.sink,
+                recent: preset.recent,
+                flush: preset.flush,
+                schedule: Schedule::from_raw(preset.schedule),
+            })
         })
         .collect()
 }

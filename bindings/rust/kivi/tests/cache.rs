@@ -4,7 +4,9 @@ mod support;
 
 use std::thread;
 
-use kivi::{Attend, Basis, Batch, Cache, Config, Error, Layer, Spec, TensorMut, TensorRef, Workspace};
+use kivi::{
+    Attend, Basis, Batch, Cache, Config, Error, Layer, Spec, TensorMut, TensorRef, Windows, Workspace,
+};
 use support::*;
 
 #[test]
@@ -118,6 +120,21 @@ fn memory_is_known_before() {
             + memory.scratch_bytes;
         assert_eq!(memory.total_bytes, parts);
         assert_eq!(memory.page_bytes, memory.blocks as u64 * memory.block_bytes);
+    }
+}
+
+#[test]
+fn a_preset_says_all_that_it_sets() {
+    for preset in kivi::presets().unwrap() {
+        let windows = Windows {
+            sink: preset.sink,
+            recent: preset.recent,
+            flush: preset.flush,
+            schedule: preset.schedule.unwrap(),
+        };
+        let by_hand = config("f16", HEADS, 3, 1000).k(preset.k).v(preset.v).windows(windows);
+        let by_name = config(&preset.name, HEADS, 3, 1000);
+        assert_eq!(by_hand.estimate().unwrap(), by_name.estimate().unwrap(), "{}", preset.name);
     }
 }
 
