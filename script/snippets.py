@@ -13,6 +13,8 @@ QUICK_STARTS = {"c", "python", "rust"}
 
 def main():
     root = pathlib.Path(__file__).resolve().parent.parent
+    if not (root / "README.md").is_file():
+        sys.exit("README.md is missing")
     readme = (root / "README.md").read_text(encoding="utf-8")
     wrong, seen = [], set()
     for block in re.finditer(r"(?:<!-- (\S+) -->\n)?```(\w+)\n(.*?)^```$", readme, re.M | re.S):

@@ -122,7 +122,7 @@ TEST_CASE("every const call runs beside attend") {
     CHECK(wrong == 0);
 }
 
-TEST_CASE("THREAD-1: conflicting use of one cache is refused and changes nothing") {
+TEST_CASE("[THREAD-1] conflicting use of one cache is refused and changes nothing") {
     constexpr int kTokens = 2048, kPrompt = 1024;
     const auto k = normal(static_cast<size_t>(kPrompt) * kKvHeads * kDim, 1);
     const kivi::ConstTensor prompt(k, {1, kPrompt, kKvHeads, kDim});
@@ -166,7 +166,7 @@ TEST_CASE("THREAD-1: conflicting use of one cache is refused and changes nothing
     CHECK(cache.export_sequence(0) == calm.export_sequence(0));
 }
 
-TEST_CASE("FAIL-2: the last error belongs to its thread") {
+TEST_CASE("[FAIL-2] the last error belongs to its thread") {
     kivi::Cache cache = make_cache(1, 1, 64, 1);
     CHECK_THROWS_AS(cache.length(0, 77), kivi::Error);
     const std::string mine = kivi_last_error();
