@@ -24,8 +24,9 @@ def c_side(folder):
     """attend_loop.c built against the very library that the Python module uses."""
     library = next(Path(kivi.__file__).parent.glob("libkivi.so*"))
     built = Path(folder) / "attend_loop.so"
-    subprocess.run(["cc", "-std=gnu99", "-O2", "-shared", "-fPIC", f"-I{HERE.parents[2] / 'include'}", HERE / "attend_loop.c",
-                    library, f"-Wl,-rpath,{library.parent}", "-o", built], check=True)
+    include = HERE.parents[2] / "include"
+    subprocess.run(["cc", "-std=gnu99", "-O2", "-shared", "-fPIC", f"-I{include}", HERE / "attend_loop.c", library,
+                    f"-Wl,-rpath,{library.parent}", "-o", built], check=True)
     loop = ctypes.CDLL(str(built))
     loop.attend_loop_new.restype = ctypes.c_void_p
     loop.attend_loop_run.argtypes = [ctypes.c_void_p, ctypes.c_int]

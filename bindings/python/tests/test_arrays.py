@@ -149,7 +149,8 @@ def test_ids_must_fit(cache, kv, ids):
 
 def test_learned_sinks_are_one_float32_a_head(cache, kv, q):
     cache.append(0, *kv)
-    for wrong in (numpy.zeros(3, numpy.float32), numpy.zeros((1, 4), numpy.float32), numpy.zeros(8, numpy.float32)[::2]):
+    zeros = numpy.zeros(8, numpy.float32)
+    for wrong in (zeros[:3], zeros[None, :4], zeros[::2]):
         with pytest.raises(kivi.InvalidArgumentError, match="learned_sinks"):
             cache.attend(0, q, learned_sinks=wrong)
     with pytest.raises(TypeError, match="learned_sinks"):

@@ -80,7 +80,8 @@ def presets() -> list[Preset]:
     ['k3v2', 'kivi2-sink', 'k4v2', 'kivi4', 'kivi2-paper', 'f16']
     """
     return [
-        Preset(**{**fields, "k": Spec(**fields["k"]), "v": Spec(**fields["v"])}) for fields in _native.presets()
+        Preset(**{**fields, "k": Spec(**fields["k"]), "v": Spec(**fields["v"])})
+        for fields in _native.presets()
     ]
 
 
@@ -158,7 +159,7 @@ class Config:
             )
             layers = (layer,) * layers
         elif q_heads or kv_heads or head_dim or value_dim or k or v:
-            raise TypeError("layers: a sequence of Layer has its own heads, dims and specs; give an int or drop them")
+            raise TypeError("layers: a sequence of Layer brings its own heads, dims and specs")
         return cls(
             layers=tuple(layers), max_sequences=max_sequences, max_tokens=max_tokens, **{**windows, **fields}
         )

@@ -30,16 +30,12 @@ Element element_of_format(const char* format, int64_t bytes) {
         return Element::other;
     }
     switch (format[0]) {
-        case 'f':
-            return Element::float32;
-        case 'e':
-            return Element::float16;
+        case 'f': return Element::float32;
+        case 'e': return Element::float16;
         case 'i':
         case 'l':
-        case 'q':
-            return bytes == 4 ? Element::int32 : bytes == 8 ? Element::int64 : Element::other;
-        default:
-            return Element::other;
+        case 'q': return bytes == 4 ? Element::int32 : bytes == 8 ? Element::int64 : Element::other;
+        default: return Element::other;
     }
 }
 
@@ -50,12 +46,10 @@ Element element_of_dlpack(dlpack::DataType type) {
     switch (type.code) {
         case dlpack::kFloat:
             return type.bits == 32 ? Element::float32 : type.bits == 16 ? Element::float16 : Element::other;
-        case dlpack::kBfloat:
-            return type.bits == 16 ? Element::bfloat16 : Element::other;
+        case dlpack::kBfloat: return type.bits == 16 ? Element::bfloat16 : Element::other;
         case dlpack::kInt:
             return type.bits == 32 ? Element::int32 : type.bits == 64 ? Element::int64 : Element::other;
-        default:
-            return Element::other;
+        default: return Element::other;
     }
 }
 
@@ -127,7 +121,8 @@ void Array::release() noexcept {
 
 void Array::set_rank(int64_t given) {
     if (given > kMaxRank) {
-        refuse(name, std::to_string(given) + " dimensions, at most " + std::to_string(kMaxRank) + " are taken");
+        refuse(name,
+               std::to_string(given) + " dimensions, at most " + std::to_string(kMaxRank) + " are taken");
     }
     rank = static_cast<int32_t>(given);
 }
@@ -207,8 +202,7 @@ void Array::take_dlpack(py::handle array, Access access, void* stream) {
         }
         take_dlpack_tensor(&managed->tensor);
     } else if (PyCapsule_IsValid(capsule.ptr(), "dltensor")) {
-        auto* managed =
-            static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
+        auto* managed = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
         PyCapsule_SetName(capsule.ptr(), "used_dltensor");
         managed_ = managed;
         take_dlpack_tensor(&managed->tensor);
@@ -257,18 +251,12 @@ bool Array::contiguous() const {
 
 std::string Array::dtype_text() const {
     switch (element) {
-        case Element::float32:
-            return "float32";
-        case Element::float16:
-            return "float16";
-        case Element::bfloat16:
-            return "bfloat16";
-        case Element::int32:
-            return "int32";
-        case Element::int64:
-            return "int64";
-        default:
-            break;
+        case Element::float32: return "float32";
+        case Element::float16: return "float16";
+        case Element::bfloat16: return "bfloat16";
+        case Element::int32: return "int32";
+        case Element::int64: return "int64";
+        default: break;
     }
     if (buffer_.obj != nullptr) {
         return "buffer format '" + std::string(buffer_.format == nullptr ? "B" : buffer_.format) + "'";
@@ -279,17 +267,10 @@ std::string Array::dtype_text() const {
 Tensor::Tensor(const char* name, py::handle array, Access access, void* stream)
     : array_(name, array, access, stream) {
     switch (array_.element) {
-        case Element::float32:
-            tensor_.dtype = KIVI_F32;
-            break;
-        case Element::float16:
-            tensor_.dtype = KIVI_F16;
-            break;
-        case Element::bfloat16:
-            tensor_.dtype = KIVI_BF16;
-            break;
-        default:
-            refuse_type(name, array_.dtype_text() + " is not taken, only float32, float16 and bfloat16");
+        case Element::float32: tensor_.dtype = KIVI_F32; break;
+        case Element::float16: tensor_.dtype = KIVI_F16; break;
+        case Element::bfloat16: tensor_.dtype = KIVI_BF16; break;
+        default: refuse_type(name, array_.dtype_text() + " is not taken, only float32, float16 and bfloat16");
     }
     tensor_.data = array_.data;
     tensor_.device = array_.device;
@@ -324,7 +305,8 @@ T integer(const char* name, py::handle value) {
     }
     const long long number = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
     if (overflow != 0 || number < std::numeric_limits<T>::min() || number > std::numeric_limits<T>::max()) {
-        refuse(name, std::string(py::str(index)) + " does not fit " + std::to_string(8 * sizeof(T)) + " bits");
+        refuse(name,
+               std::string(py::str(index)) + " does not fit " + std::to_string(8 * sizeof(T)) + " bits");
     }
     return static_cast<T>(number);
 }
@@ -350,12 +332,10 @@ std::vector<T> integers(const char* name, py::handle values) {
     }
     for (int64_t i = 0; i < array.shape[0]; ++i) {
         const int64_t at = i * array.stride[0];
-        const int64_t number = array.element == Element::int32
-                                   ? static_cast<const int32_t*>(array.data)[at]
-                                   : static_cast<const int64_t*>(array.data)[at];
+        const int64_t number = array.element == Element::int32 ? static_cast<const int32_t*>(array.data)[at]
+                                                               : static_cast<const int64_t*>(array.data)[at];
         if (number < std::numeric_limits<T>::min() || number > std::numeric_limits<T>::max()) {
-            refuse(name,
-                   std::to_string(number) + " does not fit " + std::to_string(8 * sizeof(T)) + " bits");
+            refuse(name, std::to_string(number) + " does not fit " + std::to_string(8 * sizeof(T)) + " bits");
         }
         result.push_back(static_cast<T>(number));
     }

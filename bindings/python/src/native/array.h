@@ -17,7 +17,7 @@ enum class Element { float32, float16, bfloat16, int32, int64, other };
 // buffer format, then __dlpack__. `name` is the argument, for messages. `stream` is the consumer's stream
 // and matters for CUDA arrays only.
 class Array {
-public:
+  public:
     Array(const char* name, py::handle array, Access access, void* stream = nullptr);
     ~Array();
     Array(const Array&) = delete;
@@ -35,11 +35,11 @@ public:
     int64_t shape[kMaxRank] = {};
     int64_t stride[kMaxRank] = {};  // in elements
 
-    int64_t size() const;           // elements
-    bool contiguous() const;        // row-major without gaps
-    std::string dtype_text() const; // for messages
+    int64_t size() const;            // elements
+    bool contiguous() const;         // row-major without gaps
+    std::string dtype_text() const;  // for messages
 
-private:
+  private:
     bool get_buffer(py::handle array, Access access);
     bool take_buffer(py::handle array, Access access);
     void take_dlpack(py::handle array, Access access, void* stream);
@@ -47,27 +47,27 @@ private:
     void set_rank(int64_t rank);
     void release() noexcept;
 
-    Py_buffer buffer_ = {};         // buffer_.obj is null unless the buffer protocol was used
-    void* managed_ = nullptr;       // the DLPack tensor to give back
+    Py_buffer buffer_ = {};    // buffer_.obj is null unless the buffer protocol was used
+    void* managed_ = nullptr;  // the DLPack tensor to give back
     bool versioned_ = false;
-    std::string dlpack_dtype_;      // of an element that is `other`
+    std::string dlpack_dtype_;  // of an element that is `other`
 };
 
 // An array of floats as the C API wants it; None is refused.
 class Tensor {
-public:
+  public:
     Tensor(const char* name, py::handle array, Access access, void* stream = nullptr);
     const kivi_tensor* get() const { return &tensor_; }
     const kivi_tensor& operator*() const { return tensor_; }
 
-private:
+  private:
     Array array_;
     kivi_tensor tensor_;
 };
 
 // The same, where None is allowed and becomes a null pointer.
 class OptionalTensor {
-public:
+  public:
     OptionalTensor(const char* name, py::handle array, Access access, void* stream = nullptr) {
         if (!array.is_none()) {
             tensor_.emplace(name, array, access, stream);
@@ -75,17 +75,17 @@ public:
     }
     const kivi_tensor* get() const { return tensor_ ? tensor_->get() : nullptr; }
 
-private:
+  private:
     std::optional<Tensor> tensor_;
 };
 
 // `count` float32 values in a row (learned sinks), or a null pointer for None.
 class OptionalFloats {
-public:
+  public:
     OptionalFloats(const char* name, py::handle array, int64_t count, void* stream = nullptr);
     const float* get() const { return array_ ? static_cast<const float*>(array_->data) : nullptr; }
 
-private:
+  private:
     std::optional<Array> array_;
 };
 

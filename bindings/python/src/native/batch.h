@@ -7,7 +7,7 @@
 namespace kivi_python {
 
 class Batch {
-public:
+  public:
     // `lead` is the tensor that brings the tokens, rank 4 or 3. None for sequences: row r is sequence r.
     // None for counts: every row has all tokens of `lead`, which for rank 3 means a single row.
     Batch(py::handle sequences, py::handle counts, py::handle offsets, const kivi_tensor& lead,
@@ -19,7 +19,7 @@ public:
     int32_t rows() const { return batch_.rows; }
     int32_t max_count() const;
 
-private:
+  private:
     std::vector<int32_t> sequences_;
     std::vector<int32_t> counts_;
     std::vector<int64_t> offsets_;

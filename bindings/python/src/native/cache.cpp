@@ -12,7 +12,7 @@ namespace {
 
 // The bytes of a blob, borrowed from bytes, bytearray, memoryview or a contiguous array.
 class Bytes {
-public:
+  public:
     Bytes(const char* name, py::handle object) {
         if (PyObject_GetBuffer(object.ptr(), &buffer_, PyBUF_SIMPLE) != 0) {
             PyErr_Clear();
@@ -25,7 +25,7 @@ public:
     const void* data() const { return buffer_.buf; }
     size_t size() const { return static_cast<size_t>(buffer_.len); }
 
-private:
+  private:
     Py_buffer buffer_ = {};
 };
 
@@ -123,8 +123,8 @@ void Cache::run(Call&& call) {
 // The layer's shape for what the C API leaves to its caller; the C call itself judges the index again.
 const kivi_layer& Cache::layer_shape(int32_t layer) const {
     if (layer < 0 || layer >= static_cast<int32_t>(layers_.size())) {
-        raise(KIVI_ERROR_INVALID_ARGUMENT, "layer: " + std::to_string(layer) + " is not in 0 .. " +
-                                               std::to_string(layers_.size() - 1));
+        raise(KIVI_ERROR_INVALID_ARGUMENT,
+              "layer: " + std::to_string(layer) + " is not in 0 .. " + std::to_string(layers_.size() - 1));
     }
     return layers_[layer];
 }
@@ -312,9 +312,7 @@ py::bytes Cache::moments_export(int32_t layer) {
 void Cache::moments_import(int32_t layer, py::object blob, py::object stream) {
     const Bytes bytes("blob", blob);
     void* const on = stream_of(stream);
-    run([&](kivi_cache* cache) {
-        return kivi_moments_import(cache, layer, bytes.data(), bytes.size(), on);
-    });
+    run([&](kivi_cache* cache) { return kivi_moments_import(cache, layer, bytes.data(), bytes.size(), on); });
 }
 
 }  // namespace kivi_python

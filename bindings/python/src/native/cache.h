@@ -29,7 +29,7 @@ void run_unlocked(Call&& call) {
 // Work memory of attend, one piece for each call that runs at the same time. A piece grows when a call
 // brings more rows or queries than any before, so a steady loop allocates nothing. Guarded by the GIL.
 class Workspaces {
-public:
+  public:
     struct Piece {
         int32_t rows = -1;
         int32_t max_count = -1;
@@ -39,7 +39,7 @@ public:
 
     // Takes a piece for the time of one call and puts it back.
     class Lease {
-    public:
+      public:
         Lease(Workspaces& owner, const kivi_cache* cache, int32_t rows, int32_t max_count);
         ~Lease();
         Lease(const Lease&) = delete;
@@ -47,17 +47,17 @@ public:
         void* memory() const { return piece_.memory.get(); }
         size_t bytes() const { return piece_.bytes; }
 
-    private:
+      private:
         Workspaces& owner_;
         Piece piece_;
     };
 
-private:
+  private:
     std::vector<Piece> free_;
 };
 
 class Cache {
-public:
+  public:
     explicit Cache(py::handle config);
     ~Cache();
     Cache(const Cache&) = delete;
@@ -99,7 +99,7 @@ public:
     py::bytes moments_export(int32_t layer);
     void moments_import(int32_t layer, py::object blob, py::object stream);
 
-private:
+  private:
     // Runs one library call without the GIL; close() waits for none, it refuses while calls run.
     template <class Call>
     void run(Call&& call);

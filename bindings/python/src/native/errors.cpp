@@ -31,7 +31,8 @@ const ErrorClass kClasses[] = {
      "A sound blob of another layout, spec or encoder table. Also a ValueError."},
     {KIVI_ERROR_BUFFER_TOO_SMALL, "BufferTooSmallError", &PyExc_BufferError,
      "A workspace or export buffer is too small. Also a BufferError."},
-    {KIVI_ERROR_INTERNAL, "InternalError", &PyExc_RuntimeError, "A fault of the library. Also a RuntimeError."},
+    {KIVI_ERROR_INTERNAL, "InternalError", &PyExc_RuntimeError,
+     "A fault of the library. Also a RuntimeError."},
 };
 constexpr size_t kClassCount = sizeof kClasses / sizeof kClasses[0];
 
@@ -62,9 +63,9 @@ PyObject* class_of(kivi_status status) {
 void bind_errors(py::module_& module) {
     py::dict attributes;
     attributes["status"] = py::none();
-    base_class = make_class("Error",
-                            "Base of every error that libkivi reports. `status` is the number of the C API.",
-                            py::handle(PyExc_Exception), attributes);
+    base_class =
+        make_class("Error", "Base of every error that libkivi reports. `status` is the number of the C API.",
+                   py::handle(PyExc_Exception), attributes);
     module.attr("Error") = py::handle(base_class);
     for (size_t i = 0; i < kClassCount; ++i) {
         const ErrorClass& entry = kClasses[i];

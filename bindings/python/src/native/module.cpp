@@ -18,7 +18,7 @@ using namespace pybind11::literals;
 // A result struct of the C API as a read-only Python class with a readable repr.
 template <class T>
 class Record {
-public:
+  public:
     Record(py::module_& module, const char* name, const char* doc) : class_(module, name, doc) {
         class_.def("__repr__", [](py::object self) {
             py::list parts;
@@ -44,7 +44,7 @@ public:
         return *this;
     }
 
-private:
+  private:
     py::class_<T> class_;
     py::list fields_;
 };
@@ -65,13 +65,16 @@ void bind_records(py::module_& module) {
         .field("blocks_free", &Statistics::blocks_free, "of the whole cache, whatever the layer")
         .field("saturated_rows", &Statistics::saturated_rows,
                "rows whose Hadamard left the range of the window dtype and were clamped")
-        .field("key_rounding", [](const Statistics& s) { return word_of(kRoundings, s.key_rounding); },
-               "the rounding that packs keys now: 'nearest' or 'query_aware'")
-        .field("moments", [](const Statistics& s) { return word_of(kMomentStates, s.moments); },
-               "'none', 'accumulated' or 'committed'")
+        .field(
+            "key_rounding", [](const Statistics& s) { return word_of(kRoundings, s.key_rounding); },
+            "the rounding that packs keys now: 'nearest' or 'query_aware'")
+        .field(
+            "moments", [](const Statistics& s) { return word_of(kMomentStates, s.moments); },
+            "'none', 'accumulated' or 'committed'")
         .field("moment_queries", &Statistics::moment_queries, "query rows accumulated for each KV head")
-        .field("device_error", [](const Statistics& s) { return s.device_error != 0; },
-               "True after a device error: queries and close only")
+        .field(
+            "device_error", [](const Statistics& s) { return s.device_error != 0; },
+            "True after a device error: queries and close only")
         .field("live_bytes", &Statistics::live_bytes, "bytes of K and V that attend would read");
 
     Record<kivi_memory>(module, "Memory", "Bytes of a cache; total_bytes is the sum of the other bytes.")
@@ -86,29 +89,38 @@ void bind_records(py::module_& module) {
         .field("layout_id", &kivi_memory::layout_id, "names the byte order of the pages");
 
     Record<kivi_device_info>(module, "DeviceInfo", "A device that a cache could live on.")
-        .field("device", [](const kivi_device_info& d) { return word_of(kDevices, d.device); },
-               "'cpu' or 'cuda'")
+        .field(
+            "device", [](const kivi_device_info& d) { return word_of(kDevices, d.device); },
+            "'cpu' or 'cuda'")
         .field("device_id", &kivi_device_info::device_id, "ordinal of the kind")
-        .field("available", [](const kivi_device_info& d) { return d.available != 0; },
-               "whether a cache can be created there")
+        .field(
+            "available", [](const kivi_device_info& d) { return d.available != 0; },
+            "whether a cache can be created there")
         .field("threads", &kivi_device_info::threads, "CPU: cores; CUDA: multiprocessors")
         .field("capability", &kivi_device_info::capability, "CUDA: 10 * major + minor; CPU: 0")
         .field("memory_bytes", &kivi_device_info::memory_bytes, "total")
-        .field("name", [](const kivi_device_info& d) { return py::str(d.name); },
-               "product name; CPU: the instruction set in use")
-        .field("reason", [](const kivi_device_info& d) { return py::str(d.reason); },
-               "why not available, or ''");
+        .field(
+            "name", [](const kivi_device_info& d) { return py::str(d.name); },
+            "product name; CPU: the instruction set in use")
+        .field(
+            "reason", [](const kivi_device_info& d) { return py::str(d.reason); },
+            "why not available, or ''");
 
-    Record<kivi_support>(module, "Support", "What create would say to a layer, and which code would serve it.")
-        .field("supported", [](const kivi_support& s) { return s.supported != 0; }, "create accepts it")
-        .field("attend_path", [](const kivi_support& s) { return word_of(kPaths, s.attend_path); },
-               "'fast', 'general', 'reference' or 'none'")
-        .field("pack_path", [](const kivi_support& s) { return word_of(kPaths, s.pack_path); },
-               "'fast', 'general', 'reference' or 'none'")
+    Record<kivi_support>(module, "Support",
+                         "What create would say to a layer, and which code would serve it.")
+        .field(
+            "supported", [](const kivi_support& s) { return s.supported != 0; }, "create accepts it")
+        .field(
+            "attend_path", [](const kivi_support& s) { return word_of(kPaths, s.attend_path); },
+            "'fast', 'general', 'reference' or 'none'")
+        .field(
+            "pack_path", [](const kivi_support& s) { return word_of(kPaths, s.pack_path); },
+            "'fast', 'general', 'reference' or 'none'")
         .field("bits_per_element", &kivi_support::bits_per_element,
                "of a packed token, scale and min included, mean over K and V")
-        .field("reason", [](const kivi_support& s) { return py::str(s.reason); },
-               "why refused, or why not the fast path; '' if neither");
+        .field(
+            "reason", [](const kivi_support& s) { return py::str(s.reason); },
+            "why refused, or why not the fast path; '' if neither");
 
     using Probe = kivi_probe_result;
     Record<Probe>(module, "ProbeResult",
@@ -272,7 +284,8 @@ py::object merge(const py::sequence& outs, const py::sequence& lses, py::object 
     void* const on = stream_of(stream);
     if (outs.size() == 0 || outs.size() != lses.size()) {
         raise(KIVI_ERROR_INVALID_ARGUMENT, "outs: " + std::to_string(outs.size()) + " parts with " +
-                                               std::to_string(lses.size()) + " lses, must be as many, at least 1");
+                                               std::to_string(lses.size()) +
+                                               " lses, must be as many, at least 1");
     }
     std::deque<Tensor> held;  // keeps the arrays; the C call wants plain tensors in a row
     std::vector<kivi_tensor> parts, weights;
@@ -306,8 +319,8 @@ py::tuple probe(py::object q, py::object k, py::object v, py::handle k_spec, py:
     const Tensor values("v", v, Access::read);
     const OptionalTensor given("moments", moments, Access::read);
     if (keys.get()->rank != 3) {
-        raise(KIVI_ERROR_INVALID_ARGUMENT, "k: " + std::to_string(keys.get()->rank) +
-                                               " dimensions, must be [tokens, kv_heads, key_dim]");
+        raise(KIVI_ERROR_INVALID_ARGUMENT,
+              "k: " + std::to_string(keys.get()->rank) + " dimensions, must be [tokens, kv_heads, key_dim]");
     }
     kivi_probe_params params;
     check(kivi_probe_params_init(&params, sizeof params));
@@ -342,8 +355,9 @@ void bind_functions(py::module_& module) {
     module.def("devices", &devices, "The DeviceInfo of every device that the library sees.");
     module.def("estimate", &estimate, "config"_a,
                "The Memory that a Cache of this Config would take, in bytes, without making it.");
-    module.def("query_support", &query_support, "config"_a, "layer"_a = 0,
-               "The Support that a layer of this Config has: whether create takes it, and the reason if not.");
+    module.def(
+        "query_support", &query_support, "config"_a, "layer"_a = 0,
+        "The Support that a layer of this Config has: whether create takes it, and the reason if not.");
     module.def("merge", &merge, "outs"_a, "lses"_a, "out"_a = none, py::kw_only(), "lse"_a = none,
                "learned_sinks"_a = none, "stream"_a = none, R"(
 Combines partial results of the same queries over disjoint keys. Returns out.
