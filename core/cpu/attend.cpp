@@ -134,10 +134,8 @@ struct Scratch {
         scores = carver.take<float>(kBlockRows * kPageTokens);
         acc = carver.take<float>(static_cast<int64_t>(kBlockRows) * plan.acc_size);
         tile = carver.take<float>(static_cast<int64_t>(kTileTokens) * std::max(plan.key_dim, plan.value_dim));
-        PackedPart largest;
-        largest.dim = plan.key_dim;
-        packed.operand = carver.take<int32_t>(static_cast<int64_t>(operand_count(largest)));
-        packed.values = carver.take<float>(static_cast<int64_t>(values_count(plan.key_dim)));
+        packed.operand = carver.take<int32_t>(kOperandPairs);
+        packed.values = carver.take<float>(kBlockRows * kMaxDim);
     }
 };
 

@@ -51,17 +51,9 @@ void Ahead::start(const Range* ranges, int count) {
     ranges_ = ranges;
     count_ = count;
     near_ = far_ = Cursor();
-    for (int i = 0; i < kNearLines; ++i) near_.fetch<3>(*this);
-    for (int i = 0; i < kFarLines; ++i) far_.fetch<2>(*this);
+    for (int i = 0; i < kNearLines; ++i) near_.fetch<3>(*this, 1);
+    for (int i = 0; i < kFarLines; ++i) far_.fetch<2>(*this, 1);
 }
-
-// Keys: up to four groups of dim / 2 pairs; values: one group of a page's tokens. Whole vectors each.
-size_t operand_count(const PackedPart& part) {
-    const size_t keys = static_cast<size_t>(kPageTokens / 32) * ((part.dim + 31) / 32 * 16);
-    return kBlockRows * (keys > kPageTokens / 2 ? keys : kPageTokens / 2);
-}
-
-size_t values_count(int dim) { return dim > 2 * kPageTokens ? dim : 2 * kPageTokens; }
 
 const Kernels* kernels() { return simd::choose(KIVI_SIMD_TARGETS(TableOf))(); }
 

@@ -19,9 +19,9 @@ namespace kivi::cpu {
 constexpr int kBlockRows = 8;
 constexpr int kLanes = 16;  // dims are padded to this; partial sums over tokens have this many lanes
 
-// Memory that will be read soon, in the order in which it will be read. Kernels call step() for every cache
-// line they use up, so reading stays a fixed distance ahead: hardware prefetchers do not keep up with pages,
-// and bursts overrun the line-fill buffers.
+// Memory that will be read soon, in the order in which it will be read. Kernels call step() for the cache lines that
+// they use up, a few at a time, so reading stays a fixed distance ahead: hardware prefetchers do not keep up with
+// pages, and bursts overrun the line-fill buffers.
 class Ahead {
   public:
     struct Range {
@@ -29,14 +29,13 @@ class Ahead {
         int64_t bytes;
     };
 
-    // `near` lines ahead into the first-level cache, `far` lines ahead into the second.
     void start(const Range* ranges, int count);
 
-    void step(int lines) {
-        for (int i = 0; i < lines; ++i) {
-            near_.fetch<3>(*this);
-            far_.fetch<2>(*this);
-        }
+    // Two cursors walk the ranges: one into the first-level cache, one farther ahead into the second.
+    // always_inline: the compiler takes a function that only prefetches for one without effects.
+    __attribute__((always_inline)) void step(int lines) {
+        near_.fetch<3>(*this, lines);
+        far_.fetch<2>(*this, lines);
     }
 
   private:
@@ -46,15 +45,15 @@ class Ahead {
         int next = 0;
 
         template <int kLocality>
-        __attribute__((always_inline)) void fetch(const Ahead& ahead) {
+        __attribute__((always_inline)) void fetch(const Ahead& ahead, int lines) {
             if (at >= end) {
                 if (next == ahead.count_) return;
                 at = ahead.ranges_[next].data;
                 end = at + ahead.ranges_[next].bytes;
                 ++next;
             }
-            __builtin_prefetch(at, 0, kLocality);
-            at += 64;
+            for (int i = 0; i < lines; ++i) __builtin_prefetch(at + 64 * i, 0, kLocality);
+            at += 64 * lines;
         }
     };
 
@@ -91,11 +90,14 @@ struct RowState {
 
 // Working memory of one thread for packed visits.
 struct PackedScratch {
-    int32_t* operand;  // folded q or p, pairs of int16: [group][row][pairs]
-    float* values;     // partial sums of the fold of keys; scales and mins of one group of values
+    int32_t* operand;  // [kOperandPairs] folded q or p, pairs of int16
+    float* values;     // [kBlockRows * kMaxDim] scaled queries; scales and mins of one group of values
 };
-size_t operand_count(const PackedPart& part);  // int32 entries that `operand` must hold
-size_t values_count(int dim);                  // floats that `values` must hold
+constexpr int kMaxDim = 512;
+// Pairs of a row of folded q, and all of them: [groups of a page][rows][pairs]. Not a power of two, so that rows do
+// not share cache sets.
+constexpr int kKeyPairs = kMaxDim / 2 + 16;
+constexpr int kOperandPairs = kPageTokens / 32 * kBlockRows * kKeyPairs;
 
 struct Kernels {
     // q [rows][q_stride]; s [rows][kPageTokens]; tokens 0 .. count - 1 of the run.

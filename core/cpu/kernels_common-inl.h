@@ -6,6 +6,8 @@
 #define KIVI_CPU_KERNELS_COMMON_INL_H_
 #endif
 
+#include <type_traits>
+
 #include "cpu/kernels.h"
 #include "hwy/highway.h"
 
@@ -25,6 +27,9 @@ constexpr int N = static_cast<int>(hn::MaxLanes(DF()));  // floats of a vector: 
 static_assert(N == 4 || N == 8 || N == 16, "kernels are written for vectors of 128, 256 and 512 bits");
 
 constexpr int kPackedStep = 32;  // packed kernels work on whole steps of tokens; p is 0 where no token is seen
+
+template <int k>
+using Int = std::integral_constant<int, k>;  // a template argument passed to a lambda
 
 // Nearest integer; what leaves the range of int32 gives any number.
 HWY_INLINE V32 ToInt(VF x) {
@@ -57,26 +62,51 @@ HWY_INLINE VF Exp2(VF x) {
 HWY_INLINE float SumLanes(VF x) { return hn::GetLane(hn::SumOfLanes(DF(), x)); }
 HWY_INLINE float MaxLanes(VF x) { return hn::GetLane(hn::MaxOfLanes(DF(), x)); }
 
-// to[0 .. 3] = sums over the lanes of a, b, c, d.
-HWY_INLINE void Sum4(VF a, VF b, VF c, VF d, float* HWY_RESTRICT to) {
+struct AddLanes {
+    template <class V>
+    HWY_INLINE V operator()(V a, V b) const {
+        return hn::Add(a, b);
+    }
+};
+struct MaxOfTwo {
+    template <class V>
+    HWY_INLINE V operator()(V a, V b) const {
+        return hn::Max(a, b);
+    }
+};
+
+// to[0 .. 3] = the lanes of a, of b, of c and of d, joined into one number each.
+template <class Join>
+HWY_INLINE void Reduce4(Join join, VF a, VF b, VF c, VF d, float* HWY_RESTRICT to) {
     const DF df;
     const hn::Repartition<uint64_t, DF> d64;
-    const VF ab = hn::Add(hn::InterleaveLower(df, a, b), hn::InterleaveUpper(df, a, b));
-    const VF cd = hn::Add(hn::InterleaveLower(df, c, d), hn::InterleaveUpper(df, c, d));
-    const auto ab64 = hn::BitCast(d64, ab), cd64 = hn::BitCast(d64, cd);
-    const VF sum = hn::Add(hn::BitCast(df, hn::InterleaveLower(d64, ab64, cd64)),
-                           hn::BitCast(df, hn::InterleaveUpper(d64, ab64, cd64)));
+    const auto ab = hn::BitCast(d64, join(hn::InterleaveLower(df, a, b), hn::InterleaveUpper(df, a, b)));
+    const auto cd = hn::BitCast(d64, join(hn::InterleaveLower(df, c, d), hn::InterleaveUpper(df, c, d)));
+    // Each 128-bit block now holds one partial result of a, b, c, d.
+    const VF blocks = join(hn::BitCast(df, hn::InterleaveLower(d64, ab, cd)),
+                           hn::BitCast(df, hn::InterleaveUpper(d64, ab, cd)));
 #if HWY_TARGET == HWY_AVX3
     const hn::Half<DF> dh;
     const hn::Half<decltype(dh)> dq;
-    const auto half = hn::Add(hn::LowerHalf(dh, sum), hn::UpperHalf(dh, sum));
-    hn::StoreU(hn::Add(hn::LowerHalf(dq, half), hn::UpperHalf(dq, half)), dq, to);
+    const auto half = join(hn::LowerHalf(dh, blocks), hn::UpperHalf(dh, blocks));
+    hn::StoreU(join(hn::LowerHalf(dq, half), hn::UpperHalf(dq, half)), dq, to);
 #elif HWY_TARGET == HWY_AVX2
     const hn::Half<DF> dh;
-    hn::StoreU(hn::Add(hn::LowerHalf(dh, sum), hn::UpperHalf(dh, sum)), dh, to);
+    hn::StoreU(join(hn::LowerHalf(dh, blocks), hn::UpperHalf(dh, blocks)), dh, to);
 #else
-    hn::StoreU(sum, df, to);
+    hn::StoreU(blocks, df, to);
 #endif
+}
+
+// Calls body(r, Int<R>()) for rows 0 .. rows - 1 in blocks of R = 4, 2 and 1 rows.
+template <int kMost = 4, class Body>
+HWY_INLINE void ForRowBlocks(int rows, const Body& body) {
+    int r = 0;
+    if constexpr (kMost == 4) {
+        for (; rows - r >= 4; r += 4) body(r, Int<4>());
+    }
+    for (; rows - r >= 2; r += 2) body(r, Int<2>());
+    if (rows > r) body(r, Int<1>());
 }
 
 HWY_INLINE VF LoadHalfs(const uint8_t* HWY_RESTRICT from) {

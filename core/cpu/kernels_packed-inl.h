@@ -26,8 +26,8 @@ namespace kivi::cpu::HWY_NAMESPACE {
 constexpr int kTile = 16;         // tokens and channels of a tile
 constexpr int kLineBytes = 64;
 constexpr int kPairs = kTile / 2;  // inner elements of a tile, two at a time
-constexpr int kRowsAtOnce = 4;    // query rows whose sums stay in registers
 constexpr int kMaxGroups = kPageTokens / kPackedStep;
+constexpr int kValuePairs = kPageTokens / 2;
 constexpr float kTop = 32767.0f;
 
 // acc + a_0 b_0 + a_1 b_1 for the two halves of each 32-bit lane.
@@ -127,11 +127,13 @@ HWY_INLINE void StorePairs(VF x, VF y, int32_t* HWY_RESTRICT to) {
     hn::StoreU(hn::BitCast(D32(), hn::ReorderDemote2To(D16(), ToInt(x), ToInt(y))), D32(), to);
 }
 
-HWY_INLINE int OperandStride(int elements) { return (elements + 31) / 32 * 16; }
+// Cache lines of codes that V vectors of lanes use up in one tile each.
+template <int kBits, int V>
+constexpr int kCodeLines = (V * N * kBits + 31) / 32;
 
 // ---- keys ----
 
-// Key scales of the groups first .. last folded into q.
+// What folding the scales of the keys' groups first .. last into q leaves beside the operand rows.
 struct FoldedKeys {
     float step[kBlockRows];
     float bias[kMaxGroups][kBlockRows];  // q . min
@@ -142,83 +144,93 @@ HWY_INLINE const uint8_t* KeyParams(const PackedPart& keys, int64_t at, int grou
     return keys.data + at + (static_cast<int64_t>(group) * keys.dim + channel) * 2;
 }
 
-// Largest |q * scale| of each row, and what follows from it.
+// Steps of R rows from their largest |q * scale|; `scaled` becomes q / step.
+template <int R>
 HWY_INLINE void ChooseSteps(const PackedPart& keys, int bits, int first, int last, const float* HWY_RESTRICT q,
-                            int q_stride, int rows, FoldedKeys& folded) {
+                            int q_stride, float* HWY_RESTRICT scaled, float* HWY_RESTRICT step, bool* exact) {
     const DF d;
-    VF top[kBlockRows];
-    for (int r = 0; r < rows; ++r) top[r] = hn::Zero(d);
+    VF top[4];
+    HWY_UNROLL(4) for (int r = 0; r < 4; ++r) top[r] = hn::Zero(d);
     for (int c = 0; c < keys.dim; c += N) {
         VF scale = LoadHalfs(KeyParams(keys, keys.scales, first, c));
         for (int g = first + 1; g <= last; ++g) {
             scale = hn::Max(scale, LoadHalfs(KeyParams(keys, keys.scales, g, c)));
         }
-        for (int r = 0; r < rows; ++r) {
+        HWY_UNROLL(4) for (int r = 0; r < R; ++r) {
             top[r] = hn::Max(hn::Abs(hn::Mul(hn::LoadU(d, q + r * q_stride + c), scale)), top[r]);
         }
     }
+    float tops[4];
+    Reduce4(MaxOfTwo(), top[0], top[1], top[2], top[3], tops);
     // Rounding errors of a score: step / sqrt(12) for each channel, times the code, adding up like noise.
-    const float noise = 0.29f * ((1 << bits) - 1) * std::sqrt(static_cast<float>(keys.dim));
+    const float noise = 0.29f * static_cast<float>((1 << bits) - 1) * std::sqrt(static_cast<float>(keys.dim));
     constexpr float kMaxNoise = 1.0f / 512;  // in log2 units
-    for (int r = 0; r < rows; ++r) {
-        folded.step[r] = MaxLanes(top[r]) / kTop;
-        folded.exact[r] = !(folded.step[r] * noise <= kMaxNoise);
+    VF inverse[R];
+    HWY_UNROLL(4) for (int r = 0; r < R; ++r) {
+        step[r] = tops[r] * (1 / kTop);
+        exact[r] = !(step[r] * noise <= kMaxNoise);
+        inverse[r] = hn::Set(d, tops[r] > 0 ? kTop / tops[r] : 0.0f);
+    }
+    for (int c = 0; c < keys.dim; c += N) {
+        HWY_UNROLL(4) for (int r = 0; r < R; ++r) {
+            hn::StoreU(hn::Mul(hn::LoadU(d, q + r * q_stride + c), inverse[r]), d, scaled + r * keys.dim + c);
+        }
     }
 }
 
-HWY_INLINE void FoldKeys(const PackedPart& keys, int bits, int first, int last, const float* HWY_RESTRICT q,
-                         int q_stride, int rows, const PackedScratch& scratch, FoldedKeys& folded, Ahead& ahead) {
+// Operand rows and biases of R query rows for one group.
+template <int R>
+HWY_INLINE void FoldKeys(const PackedPart& keys, int group, const float* HWY_RESTRICT q, int q_stride,
+                         const float* HWY_RESTRICT scaled, int32_t* HWY_RESTRICT operand, float* HWY_RESTRICT bias,
+                         bool lead, Ahead& ahead) {
     const DF d;
-    ChooseSteps(keys, bits, first, last, q, q_stride, rows, folded);
-    const int stride = OperandStride(keys.dim);
-    VF sums[kBlockRows][kMaxGroups];
-    VF inverse[kBlockRows];
-    for (int r = 0; r < rows; ++r) {
-        for (VF& x : sums[r]) x = hn::Zero(d);
-        inverse[r] = hn::Set(d, folded.step[r] > 0 ? 1.0f / folded.step[r] : 0.0f);
-    }
-    const int lines = (last - first + 1) * N * 2 * 2 * 2 / kLineBytes;
-    for (int c = 0; c < keys.dim; c += 2 * N) {
-        const bool both = c + N < keys.dim;  // else the upper vector repeats the lower one and is not used
-        const int c1 = both ? c + N : c;
-        ahead.step(lines);
-        for (int g = first; g <= last; ++g) {
-            const VF scale0 = LoadHalfs(KeyParams(keys, keys.scales, g, c));
-            const VF scale1 = LoadHalfs(KeyParams(keys, keys.scales, g, c1));
-            const VF min0 = LoadHalfs(KeyParams(keys, keys.mins, g, c));
-            const VF min1 = both ? LoadHalfs(KeyParams(keys, keys.mins, g, c1)) : hn::Zero(d);
-            for (int r = 0; r < rows; ++r) {
-                const VF q0 = hn::LoadU(d, q + r * q_stride + c), q1 = hn::LoadU(d, q + r * q_stride + c1);
-                sums[r][g - first] = hn::MulAdd(q1, min1, hn::MulAdd(q0, min0, sums[r][g - first]));
-                StorePairs(hn::Mul(hn::Mul(q0, inverse[r]), scale0), hn::Mul(hn::Mul(q1, inverse[r]), scale1),
-                           scratch.operand + (g * rows + r) * stride + c / 2);
-            }
+    VF sums[4];
+    HWY_UNROLL(4) for (int r = 0; r < 4; ++r) sums[r] = hn::Zero(d);
+    const auto fold = [&](int c, bool both) HWY_ATTR {
+        const int c1 = both ? c + N : c;  // of a half block, the upper vector repeats the lower one and is not used
+        if (lead) ahead.step(N / 8 > 0 ? N / 8 : 1);
+        const VF scale0 = LoadHalfs(KeyParams(keys, keys.scales, group, c));
+        const VF scale1 = LoadHalfs(KeyParams(keys, keys.scales, group, c1));
+        const VF min0 = LoadHalfs(KeyParams(keys, keys.mins, group, c));
+        const VF min1 = both ? LoadHalfs(KeyParams(keys, keys.mins, group, c1)) : hn::Zero(d);
+        HWY_UNROLL(4) for (int r = 0; r < R; ++r) {
+            const float* qr = q + r * q_stride;
+            const float* sr = scaled + r * keys.dim;
+            sums[r] = hn::MulAdd(min0, hn::LoadU(d, qr + c), sums[r]);
+            sums[r] = hn::MulAdd(min1, hn::LoadU(d, qr + c1), sums[r]);
+            StorePairs(hn::Mul(scale0, hn::LoadU(d, sr + c)), hn::Mul(scale1, hn::LoadU(d, sr + c1)),
+                       operand + r * kKeyPairs + c / 2);
         }
-    }
-    for (int r = 0; r < rows; ++r) {
-        float bias[4];
-        Sum4(sums[r][0], sums[r][1], sums[r][2], sums[r][3], bias);
-        for (int g = first; g <= last; ++g) folded.bias[g][r] = bias[g - first];
-    }
+    };
+    int c = 0;
+    for (; c + 2 * N <= keys.dim; c += 2 * N) fold(c, true);
+    if (c < keys.dim) fold(c, false);
+    float biases[4];
+    Reduce4(AddLanes(), sums[0], sums[1], sums[2], sums[3], biases);
+    for (int r = 0; r < R; ++r) bias[r] = biases[r];
 }
 
 // V vectors of tokens from `token` on, R query rows.
 template <int kBits, bool kVnni, int V, int R>
-HWY_INLINE void ScoreCodes(const CodeLines<kBits>& lines, int token, const int32_t* HWY_RESTRICT operand, int stride,
-                           const float* HWY_RESTRICT step, const float* HWY_RESTRICT bias, float* HWY_RESTRICT s) {
+HWY_INLINE void ScoreCodes(const CodeLines<kBits>& lines, int token, const int32_t* HWY_RESTRICT operand,
+                           const float* HWY_RESTRICT step, const float* HWY_RESTRICT bias, float* HWY_RESTRICT s,
+                           bool lead, Ahead& ahead) {
     V32 acc[V][R];
-    for (auto& of_vector : acc) {
-        for (V32& a : of_vector) a = hn::Zero(D32());
+    HWY_UNROLL(2) for (int v = 0; v < V; ++v) {
+        HWY_UNROLL(4) for (int r = 0; r < R; ++r) acc[v][r] = hn::Zero(D32());
     }
     for (int block = 0; block < lines.tiles_a_unit; ++block) {
+        if (lead) ahead.step(kCodeLines<kBits, V>);
         Codes<kBits> codes[V];
-        for (int v = 0; v < V; ++v) codes[v] = lines((token + v * N) / kTile, block, (token + v * N) % kTile);
+        HWY_UNROLL(2) for (int v = 0; v < V; ++v) {
+            codes[v] = lines((token + v * N) / kTile, block, (token + v * N) % kTile);
+        }
         const int32_t* pairs = operand + PairBase(block);
         HWY_UNROLL(8) for (int t = 0; t < kPairs; ++t) {
             V16 pair[V];
             HWY_UNROLL(2) for (int v = 0; v < V; ++v) pair[v] = codes[v].Next(t);
             HWY_UNROLL(4) for (int r = 0; r < R; ++r) {
-                const V16 factor = Broadcast(pairs + r * stride + PairAt(t));
+                const V16 factor = Broadcast(pairs + r * kKeyPairs + PairAt(t));
                 HWY_UNROLL(2) for (int v = 0; v < V; ++v) acc[v][r] = Dot<kVnni>(acc[v][r], pair[v], factor);
             }
         }
@@ -250,91 +262,118 @@ HWY_INLINE void ScoreExactly(const CodeLines<kBits>& lines, int token, const flo
     hn::StoreU(hn::Add(acc0, acc1), d, s + token);
 }
 
+// The scores of one row again, in fp32.
+template <int kBits>
+HWY_NOINLINE void ScoreRowExactly(const PackedPart& keys, int first, int last, int from, int to,
+                                  const float* HWY_RESTRICT q, const FoldedKeys& folded, int row,
+                                  float* HWY_RESTRICT factors, float* HWY_RESTRICT s) {
+    const DF d;
+    const CodeLines<kBits> lines(keys);
+    for (int g = first; g <= last; ++g) {
+        for (int c = 0; c < keys.dim; c += N) {
+            const VF scale = LoadHalfs(KeyParams(keys, keys.scales, g, c));
+            hn::StoreU(hn::Mul(hn::LoadU(d, q + c), scale), d, factors + c);
+        }
+        const int stop = std::min(to, (g + 1) * keys.group);
+        for (int token = std::max(from, g * keys.group); token < stop; token += N) {
+            ScoreExactly<kBits>(lines, token, factors, folded.bias[g][row], s);
+        }
+    }
+}
+
 template <int kBits, bool kVnni>
 void ScorePacked(const PackedPart& keys, int begin, int end, const float* q, int q_stride, int rows, float* s,
                  const PackedScratch& scratch, Ahead& ahead) {
     constexpr int kVectors = 2;
     const int first = begin / keys.group, last = (end - 1) / keys.group;
-    const int from = begin / kPackedStep * kPackedStep, to = (end + kPackedStep - 1) / kPackedStep * kPackedStep;
+    const int from = begin / kPackedStep * kPackedStep;
+    const int to = (end + kPackedStep - 1) / kPackedStep * kPackedStep;
     const CodeLines<kBits> lines(keys);
-    const int stride = OperandStride(keys.dim);
     FoldedKeys folded;
-    FoldKeys(keys, kBits, first, last, q, q_stride, rows, scratch, folded, ahead);
-    const int lines_a_step = kVectors * N * keys.dim * kBits / 8 / kLineBytes;
-    for (int token = from; token < to; token += kVectors * N) {
-        const int g = std::min(std::max(token / keys.group, first), last);
-        ahead.step(lines_a_step);
-        for (int r = 0; r < rows; r += kRowsAtOnce) {
-            const int32_t* operand = scratch.operand + (g * rows + r) * stride;
-            const float* step = folded.step + r;
-            const float* bias = folded.bias[g] + r;
-            float* sr = s + r * kPageTokens;
-            switch (std::min(kRowsAtOnce, rows - r)) {
-                case 1: ScoreCodes<kBits, kVnni, kVectors, 1>(lines, token, operand, stride, step, bias, sr); break;
-                case 2: ScoreCodes<kBits, kVnni, kVectors, 2>(lines, token, operand, stride, step, bias, sr); break;
-                case 3: ScoreCodes<kBits, kVnni, kVectors, 3>(lines, token, operand, stride, step, bias, sr); break;
-                default: ScoreCodes<kBits, kVnni, kVectors, 4>(lines, token, operand, stride, step, bias, sr); break;
-            }
+    ForRowBlocks(rows, [&](int r, auto block) HWY_ATTR {
+        const float* qr = q + r * q_stride;
+        float* scaled = scratch.values + r * keys.dim;
+        ChooseSteps<block>(keys, kBits, first, last, qr, q_stride, scaled, folded.step + r, folded.exact + r);
+        for (int g = first; g <= last; ++g) {
+            FoldKeys<block>(keys, g, qr, q_stride, scaled, scratch.operand + (g * kBlockRows + r) * kKeyPairs,
+                            folded.bias[g] + r, r == 0, ahead);
         }
+    });
+    for (int token = from; token < to; token += kVectors * N) {
+        const int g = token / keys.group;
+        ForRowBlocks(rows, [&](int r, auto block) HWY_ATTR {
+            ScoreCodes<kBits, kVnni, kVectors, block>(lines, token, scratch.operand + (g * kBlockRows + r) * kKeyPairs,
+                                                      folded.step + r, folded.bias[g] + r, s + r * kPageTokens, r == 0,
+                                                      ahead);
+        });
     }
-    const DF d;
     for (int r = 0; r < rows; ++r) {
         if (!folded.exact[r]) continue;
-        for (int g = first; g <= last; ++g) {
-            for (int c = 0; c < keys.dim; c += N) {
-                const VF scale = LoadHalfs(KeyParams(keys, keys.scales, g, c));
-                hn::StoreU(hn::Mul(hn::LoadU(d, q + r * q_stride + c), scale), d, scratch.values + c);
-            }
-            const int stop = std::min(to, (g + 1) * keys.group);
-            for (int token = std::max(from, g * keys.group); token < stop; token += N) {
-                ScoreExactly<kBits>(lines, token, scratch.values, folded.bias[g][r], s + r * kPageTokens);
-            }
-        }
+        ScoreRowExactly<kBits>(keys, first, last, from, to, q + r * q_stride, folded, r, scratch.values,
+                               s + r * kPageTokens);
     }
 }
 
 // ---- values ----
 
-// Value scales of group g folded into p: one step for each query row. Tokens from .. to - 1, whole pairs of units;
-// parameters outside begin .. end - 1 are not looked at.
-HWY_INLINE void FoldValues(const PackedPart& values, int g, int begin, int end, int from, int to,
-                           const float* HWY_RESTRICT p, int rows, float* const* acc, int acc_mins,
-                           const PackedScratch& scratch, int32_t* HWY_RESTRICT operand, int stride,
-                           float* HWY_RESTRICT step) {
+// Scales and mins of value group g as fp32, [2][kPageTokens]; 0 for tokens outside begin .. end - 1, whose bytes may
+// be anything.
+HWY_INLINE void LoadValueParams(const PackedPart& values, int g, int begin, int end, int from, int to,
+                                float* HWY_RESTRICT params) {
     const DF d;
-    float* scale = scratch.values;
-    float* min = scratch.values + kPageTokens;
-    for (int unit = from / kTile; unit < to / kTile; ++unit) {
-        const int64_t at = (static_cast<int64_t>(unit) * values.groups + g) * kTile * 2;
+    float* min = params + kPageTokens;
+    for (int t = from; t < to; t += kTile) {
+        const uint8_t* at = values.data + (static_cast<int64_t>(t / kTile) * values.groups + g) * kTile * 2;
         for (int i = 0; i < kTile; i += N) {
-            hn::StoreU(LoadHalfs(values.data + values.scales + at + 2 * i), d, scale + unit * kTile + i);
-            hn::StoreU(LoadHalfs(values.data + values.mins + at + 2 * i), d, min + unit * kTile + i);
+            hn::StoreU(LoadHalfs(at + values.scales + 2 * i), d, params + t + i);
+            hn::StoreU(LoadHalfs(at + values.mins + 2 * i), d, min + t + i);
         }
     }
-    for (int t = from; t < begin; ++t) scale[t] = min[t] = 0;
-    for (int t = end; t < to; ++t) scale[t] = min[t] = 0;
-    for (int r = 0; r < rows; ++r) {
-        const float* pr = p + r * kPageTokens;
-        float folded[kPageTokens];
-        VF top = hn::Zero(d);
-        VF mins[kLanes / N];
-        float* kept = acc[r] + acc_mins + g * kLanes;
-        for (int i = 0; i < kLanes / N; ++i) mins[i] = hn::LoadU(d, kept + i * N);
-        for (int t = from; t < to; t += kLanes) {
-            for (int i = 0; i < kLanes / N; ++i) {
-                const VF weight = hn::LoadU(d, pr + t + i * N);
-                const VF x = hn::Mul(weight, hn::LoadU(d, scale + t + i * N));
-                hn::StoreU(x, d, folded + t + i * N);
-                top = hn::Max(x, top);
-                mins[i] = hn::MulAdd(weight, hn::LoadU(d, min + t + i * N), mins[i]);
+    for (int t = from; t < begin; ++t) params[t] = min[t] = 0;
+    for (int t = end; t < to; ++t) params[t] = min[t] = 0;
+}
+
+// The scales folded into p of R query rows: operand rows, steps, and the sums of p * min.
+template <int R>
+HWY_INLINE void FoldValues(const float* HWY_RESTRICT params, int from, int to, const float* HWY_RESTRICT p,
+                           float* const* mins, int32_t* HWY_RESTRICT operand, float* HWY_RESTRICT step, bool lead,
+                           Ahead& ahead) {
+    constexpr int kVectors = kLanes / N;
+    const DF d;
+    const float* min = params + kPageTokens;
+    VF top[4];
+    HWY_UNROLL(4) for (int r = 0; r < 4; ++r) top[r] = hn::Zero(d);
+    VF sums[R][kVectors];
+    for (int r = 0; r < R; ++r) {
+        for (int i = 0; i < kVectors; ++i) sums[r][i] = hn::LoadU(d, mins[r] + i * N);
+    }
+    for (int t = from; t < to; t += kLanes) {
+        if (lead) ahead.step(1);
+        HWY_UNROLL(4) for (int i = 0; i < kVectors; ++i) {
+            const VF scale = hn::LoadU(d, params + t + i * N), low = hn::LoadU(d, min + t + i * N);
+            HWY_UNROLL(4) for (int r = 0; r < R; ++r) {
+                const VF weight = hn::LoadU(d, p + r * kPageTokens + t + i * N);
+                top[r] = hn::Max(hn::Mul(weight, scale), top[r]);
+                sums[r][i] = hn::MulAdd(weight, low, sums[r][i]);
             }
         }
-        for (int i = 0; i < kLanes / N; ++i) hn::StoreU(mins[i], d, kept + i * N);
-        step[r] = MaxLanes(top) / kTop;
-        const VF inverse = hn::Set(d, step[r] > 0 ? 1.0f / step[r] : 0.0f);
-        for (int t = from; t < to; t += 2 * N) {
-            StorePairs(hn::Mul(hn::LoadU(d, folded + t), inverse), hn::Mul(hn::LoadU(d, folded + t + N), inverse),
-                       operand + r * stride + t / 2);
+    }
+    for (int r = 0; r < R; ++r) {
+        for (int i = 0; i < kVectors; ++i) hn::StoreU(sums[r][i], d, mins[r] + i * N);
+    }
+    float tops[4];
+    Reduce4(MaxOfTwo(), top[0], top[1], top[2], top[3], tops);
+    VF inverse[R];
+    HWY_UNROLL(4) for (int r = 0; r < R; ++r) {
+        step[r] = tops[r] * (1 / kTop);
+        inverse[r] = hn::Set(d, tops[r] > 0 ? kTop / tops[r] : 0.0f);
+    }
+    for (int t = from; t < to; t += 2 * N) {
+        const VF scale0 = hn::LoadU(d, params + t), scale1 = hn::LoadU(d, params + t + N);
+        HWY_UNROLL(4) for (int r = 0; r < R; ++r) {
+            const float* pr = p + r * kPageTokens + t;
+            StorePairs(hn::Mul(hn::Mul(scale0, inverse[r]), hn::LoadU(d, pr)),
+                       hn::Mul(hn::Mul(scale1, inverse[r]), hn::LoadU(d, pr + N)), operand + r * kValuePairs + t / 2);
         }
     }
 }
@@ -342,21 +381,24 @@ HWY_INLINE void FoldValues(const PackedPart& values, int g, int begin, int end, 
 // V vectors of channels from `channel` on, R query rows, units of tokens first .. last - 1.
 template <int kBits, bool kVnni, int V, int R>
 HWY_INLINE void MixCodes(const CodeLines<kBits>& lines, int channel, int first, int last,
-                         const int32_t* HWY_RESTRICT operand, int stride, const float* HWY_RESTRICT step,
-                         float* const* acc) {
+                         const int32_t* HWY_RESTRICT operand, const float* HWY_RESTRICT step, float* const* acc,
+                         bool lead, Ahead& ahead) {
     V32 sum[V][R];
-    for (auto& of_vector : sum) {
-        for (V32& a : of_vector) a = hn::Zero(D32());
+    HWY_UNROLL(2) for (int v = 0; v < V; ++v) {
+        HWY_UNROLL(4) for (int r = 0; r < R; ++r) sum[v][r] = hn::Zero(D32());
     }
     for (int unit = first; unit < last; ++unit) {
+        if (lead) ahead.step(kCodeLines<kBits, V>);
         Codes<kBits> codes[V];
-        for (int v = 0; v < V; ++v) codes[v] = lines(unit, (channel + v * N) / kTile, (channel + v * N) % kTile);
+        HWY_UNROLL(2) for (int v = 0; v < V; ++v) {
+            codes[v] = lines(unit, (channel + v * N) / kTile, (channel + v * N) % kTile);
+        }
         const int32_t* pairs = operand + PairBase(unit);
         HWY_UNROLL(8) for (int t = 0; t < kPairs; ++t) {
             V16 pair[V];
             HWY_UNROLL(2) for (int v = 0; v < V; ++v) pair[v] = codes[v].Next(t);
             HWY_UNROLL(4) for (int r = 0; r < R; ++r) {
-                const V16 factor = Broadcast(pairs + r * stride + PairAt(t));
+                const V16 factor = Broadcast(pairs + r * kValuePairs + PairAt(t));
                 HWY_UNROLL(2) for (int v = 0; v < V; ++v) sum[v][r] = Dot<kVnni>(sum[v][r], pair[v], factor);
             }
         }
@@ -371,43 +413,34 @@ HWY_INLINE void MixCodes(const CodeLines<kBits>& lines, int channel, int first, 
     }
 }
 
-template <int kBits, bool kVnni, int V>
-HWY_INLINE void MixCodesOfRows(const CodeLines<kBits>& lines, int channel, int first, int last,
-                               const int32_t* HWY_RESTRICT operand, int stride, const float* HWY_RESTRICT step,
-                               int rows, float* const* acc) {
-    for (int r = 0; r < rows; r += kRowsAtOnce) {
-        const int32_t* at = operand + r * stride;
-        switch (std::min(kRowsAtOnce, rows - r)) {
-            case 1: MixCodes<kBits, kVnni, V, 1>(lines, channel, first, last, at, stride, step + r, acc + r); break;
-            case 2: MixCodes<kBits, kVnni, V, 2>(lines, channel, first, last, at, stride, step + r, acc + r); break;
-            case 3: MixCodes<kBits, kVnni, V, 3>(lines, channel, first, last, at, stride, step + r, acc + r); break;
-            default: MixCodes<kBits, kVnni, V, 4>(lines, channel, first, last, at, stride, step + r, acc + r); break;
-        }
-    }
-}
-
 template <int kBits, bool kVnni>
 void MixPacked(const PackedPart& values, int begin, int end, const float* p, int rows, float* const* acc, int acc_mins,
                const PackedScratch& scratch, Ahead& ahead) {
-    const int from = begin / kPackedStep * kPackedStep, to = (end + kPackedStep - 1) / kPackedStep * kPackedStep;
+    const int from = begin / kPackedStep * kPackedStep;
+    const int to = (end + kPackedStep - 1) / kPackedStep * kPackedStep;
     const int first = from / kTile, last = to / kTile;
-    const int stride = OperandStride(kPageTokens);
     const CodeLines<kBits> lines(values);
-    const int param_lines = (to - from) * 2 * 2 / kLineBytes;
-    const int code_lines = 2 * N * (to - from) * kBits / 8 / kLineBytes;
     for (int g = 0; g < values.groups; ++g) {
         float step[kBlockRows];
-        ahead.step(param_lines);
-        FoldValues(values, g, begin, end, from, to, p, rows, acc, acc_mins, scratch, scratch.operand, stride, step);
+        LoadValueParams(values, g, begin, end, from, to, scratch.values);
+        ForRowBlocks(rows, [&](int r, auto block) HWY_ATTR {
+            float* mins[4];
+            for (int i = 0; i < block; ++i) mins[i] = acc[r + i] + acc_mins + g * kLanes;
+            FoldValues<block>(scratch.values, from, to, p + r * kPageTokens, mins, scratch.operand + r * kValuePairs,
+                              step + r, r == 0, ahead);
+        });
         const int stop = std::min(values.dim, (g + 1) * values.group);
-        int c = g * values.group;
-        for (; c + 2 * N <= stop; c += 2 * N) {
-            ahead.step(code_lines);
-            MixCodesOfRows<kBits, kVnni, 2>(lines, c, first, last, scratch.operand, stride, step, rows, acc);
-        }
-        for (; c < stop; c += N) {
-            ahead.step(code_lines / 2);
-            MixCodesOfRows<kBits, kVnni, 1>(lines, c, first, last, scratch.operand, stride, step, rows, acc);
+        for (int c = g * values.group; c < stop;) {
+            const bool two = c + 2 * N <= stop;
+            ForRowBlocks(rows, [&](int r, auto block) HWY_ATTR {
+                const int32_t* operand = scratch.operand + r * kValuePairs;
+                if (two) {
+                    MixCodes<kBits, kVnni, 2, block>(lines, c, first, last, operand, step + r, acc + r, r == 0, ahead);
+                } else {
+                    MixCodes<kBits, kVnni, 1, block>(lines, c, first, last, operand, step + r, acc + r, r == 0, ahead);
+                }
+            });
+            c += two ? 2 * N : N;
         }
     }
 }

@@ -20,17 +20,16 @@ HWY_INLINE int LinesOf(int64_t row_bytes, int t) {
 }
 
 constexpr int kScoreTokens = 4;                    // tokens of a tile: Sum4 adds their lanes together
-constexpr int kScoreRows = N == 16 ? 4 : 2;        // query rows of a tile: accumulators fit the registers
-constexpr int kMixRows = 4;
 constexpr int kMixVectors = N == 16 ? 4 : 2;
 
+// Scores of kScoreTokens tokens and R query rows.
 template <int R, class Load>
-HWY_INLINE void ScoreTile(const uint8_t* const* rows, int dim, const float* HWY_RESTRICT q, int q_stride,
-                          float* HWY_RESTRICT sums) {
+HWY_INLINE void ScoreTile(const uint8_t* const* rows, int dim, const float* HWY_RESTRICT q, int q_stride, int tokens,
+                          float* HWY_RESTRICT s) {
     const DF d;
     VF acc[R][kScoreTokens];
-    for (auto& of_row : acc) {
-        for (VF& a : of_row) a = hn::Zero(d);
+    HWY_UNROLL(4) for (int r = 0; r < R; ++r) {
+        HWY_UNROLL(4) for (int i = 0; i < kScoreTokens; ++i) acc[r][i] = hn::Zero(d);
     }
     const Load load;
     for (int c = 0; c < dim; c += N) {
@@ -41,7 +40,16 @@ HWY_INLINE void ScoreTile(const uint8_t* const* rows, int dim, const float* HWY_
             HWY_UNROLL(4) for (int i = 0; i < kScoreTokens; ++i) acc[r][i] = hn::MulAdd(x[i], y, acc[r][i]);
         }
     }
-    for (int r = 0; r < R; ++r) Sum4(acc[r][0], acc[r][1], acc[r][2], acc[r][3], sums + r * kScoreTokens);
+    for (int r = 0; r < R; ++r) {
+        float* to = s + r * kPageTokens;
+        if (tokens == kScoreTokens) {
+            Reduce4(AddLanes(), acc[r][0], acc[r][1], acc[r][2], acc[r][3], to);
+        } else {
+            float sums[kScoreTokens];
+            Reduce4(AddLanes(), acc[r][0], acc[r][1], acc[r][2], acc[r][3], sums);
+            for (int i = 0; i < tokens; ++i) to[i] = sums[i];
+        }
+    }
 }
 
 template <class Load>
@@ -53,20 +61,9 @@ void ScoreRowsOf(const RowRun& run, int count, const float* HWY_RESTRICT q, int 
         const uint8_t* row[kScoreTokens];
         for (int i = 0; i < kScoreTokens; ++i) row[i] = run.data + (t + std::min(i, tokens - 1)) * run.stride;
         for (int i = 0; i < tokens; ++i) ahead.step(LinesOf(row_bytes, t + i));
-        for (int r = 0; r < rows; r += kScoreRows) {
-            float sums[kScoreRows * kScoreTokens];
-            const float* qr = q + r * q_stride;
-            const int block = std::min(kScoreRows, rows - r);
-            if (block == 1) ScoreTile<1, Load>(row, run.dim, qr, q_stride, sums);
-            if (block == 2) ScoreTile<2, Load>(row, run.dim, qr, q_stride, sums);
-            if constexpr (kScoreRows == 4) {
-                if (block == 3) ScoreTile<3, Load>(row, run.dim, qr, q_stride, sums);
-                if (block == 4) ScoreTile<4, Load>(row, run.dim, qr, q_stride, sums);
-            }
-            for (int k = 0; k < block; ++k) {
-                std::copy(sums + k * kScoreTokens, sums + k * kScoreTokens + tokens, s + (r + k) * kPageTokens + t);
-            }
-        }
+        ForRowBlocks<N == 16 ? 4 : 2>(rows, [&](int r, auto block) HWY_ATTR {
+            ScoreTile<block, Load>(row, run.dim, q + r * q_stride, q_stride, tokens, s + r * kPageTokens + t);
+        });
     }
 }
 
@@ -98,15 +95,9 @@ HWY_INLINE void MixTile(const RowRun& run, int count, int c, const float* HWY_RE
 template <int V, class Load>
 HWY_INLINE void MixChannels(const RowRun& run, int count, int c, const float* HWY_RESTRICT p, int rows,
                             float* const* acc, int64_t ahead_bytes, Ahead& ahead) {
-    for (int r = 0; r < rows; r += kMixRows) {
-        const float* pr = p + r * kPageTokens;
-        const int64_t bytes = r == 0 ? ahead_bytes : 0;
-        const int block = std::min(kMixRows, rows - r);
-        if (block == 1) MixTile<1, V, Load>(run, count, c, pr, acc + r, bytes, ahead);
-        if (block == 2) MixTile<2, V, Load>(run, count, c, pr, acc + r, bytes, ahead);
-        if (block == 3) MixTile<3, V, Load>(run, count, c, pr, acc + r, bytes, ahead);
-        if (block == 4) MixTile<4, V, Load>(run, count, c, pr, acc + r, bytes, ahead);
-    }
+    ForRowBlocks(rows, [&](int r, auto block) HWY_ATTR {
+        MixTile<block, V, Load>(run, count, c, p + r * kPageTokens, acc + r, r == 0 ? ahead_bytes : 0, ahead);
+    });
 }
 
 template <class Load>
