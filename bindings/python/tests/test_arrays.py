@@ -301,20 +301,45 @@ def test_no_array_is_kept_after_a_call(cache, kv, q):
 
 
 def test_jax_arrays(small, kv, cache, q):
-    jax_numpy = pytest.importorskip("jax.numpy", reason="JAX is not installed")
-    k = jax_numpy.asarray(kv[0], jax_numpy.bfloat16)
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    cpu = jax.devices("cpu")[0]
+    k = jax.device_put(kv[0].astype(ml_dtypes.bfloat16), cpu)
     numpy.testing.assert_array_equal(stored(small, k, k)[0], numpy.asarray(k, numpy.float32))
     cache.append(0, *kv)
     out = numpy.zeros((1, 4, 64), numpy.float32)
-    numpy.testing.assert_array_equal(cache.attend(0, jax_numpy.asarray(q), out), cache.attend(0, q))
+    numpy.testing.assert_array_equal(cache.attend(0, jax.device_put(q, cpu), out), cache.attend(0, q))
     with pytest.raises(kivi.InvalidArgumentError, match="out: the array is read-only"):
-        cache.attend(0, q, jax_numpy.asarray(out))
+        cache.attend(0, q, jax.device_put(out, cpu))
 
 
-def test_torch_tensors(cache, kv, q):
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    cache.append(0, *(torch.from_numpy(x).to(torch.bfloat16) for x in kv))
-    tensor = torch.from_numpy(q)
-    out = cache.attend(0, tensor)
-    assert isinstance(out, torch.Tensor)
-    numpy.testing.assert_array_equal(out.numpy(), cache.attend(0, q))
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch", reason="PyTorch is not installed")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_torch_tensors(torch, small, kv, cache, q, dtype):
+    k, v = (torch.from_numpy(x).to(getattr(torch, dtype)) for x in kv)
+    heads_first = k.transpose(0, 1).contiguous().transpose(0, 1)
+    back_k, back_v = stored(small, heads_first, v, sequences=torch.tensor([0]))
+    numpy.testing.assert_array_equal(back_k, k.float().numpy())
+    numpy.testing.assert_array_equal(back_v, v.float().numpy())
+    cache.append(0, k, v)
+    queries = torch.from_numpy(q).to(k.dtype)
+    out = cache.attend(0, queries)
+    assert isinstance(out, torch.Tensor) and out.dtype == k.dtype
+    given = torch.zeros(1, 4, 64)
+    assert cache.attend(0, queries, given) is given
+    assert torch.equal(out, given.to(k.dtype))
+
+
+def test_torch_tensors_that_cannot_be_taken(torch, cache, kv):
+    k = torch.from_numpy(kv[0])
+    with pytest.raises(TypeError, match="v: .* is not taken"):
+        cache.append(0, k, k.double())
+    with pytest.raises(BufferError):
+        cache.append(0, k, k.clone().requires_grad_())
+    if torch.cuda.is_available():
+        with pytest.raises(kivi.Error, match="^v"):
+            cache.append(0, k, k.cuda())
+    assert cache.length(0, 0).length == 0
