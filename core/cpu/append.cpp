@@ -1,11 +1,12 @@
-// Append and flush of one tensor of one head and one sequence.
+// Append and flush of one tensor and one sequence, some heads at a time.
 //
 //   before   S ... packed ... | tail (ring) ........... | new tokens ..................
 //   after    S ... packed ............................................ | tail (ring)
 //                             |-- 1: packed from ring and new rows ----|-- 2: stored --|
 //
 // The ring's slots are reused by 2, so 1 comes first. A new row is taken (converted, transformed, rounded)
-// exactly once: either on its way to the packer or on its way to a window.
+// exactly once: either on its way to the packer or on its way to a window. Packing goes page by page and head
+// by head inside, near the order in which the caller's tokens lie in memory.
 #include "cpu/append.h"
 
 #include <algorithm>
@@ -19,39 +20,46 @@ namespace kivi::cpu {
 namespace {
 
 constexpr int64_t kMaxRowBytes = 512 * 4;
+constexpr size_t kLineBytes = 64;
 
-class HeadAppend {
+class Append {
   public:
-    HeadAppend(const TensorStore& store, const Feedback* feedback, const Row& row, int head, const View& input,
-               const AppendMeans& means)
-        : store_(store),
-          feedback_(feedback),
-          row_(row),
-          head_(head),
-          input_(input),
-          input_begin_(input ? origin(input, row) + head * input.head_stride : 0),
-          rows_(means.scratch) {
+    Append(const TensorStore& store, const Feedback* feedback, const Row& row, const View& input,
+           const AppendMeans& means)
+        : store_(store), feedback_(feedback), row_(row), input_(input), rows_(means.scratch) {
         if (means.plain || !suits_write_kernels(store.dim)) return;
         row_kernels_ = row_kernels();
         pack_kernels_ = pack_kernels();
     }
 
-    int64_t run() {
+    int64_t run(int head_begin, int head_end) {
         const Windows& windows = store_.windows;
         const int64_t pack_begin = tail_begin(windows, row_.before, store_.part);
         const int64_t pack_end = tail_begin(windows, row_.after, store_.part);
-        if (store_.spec.bits == 16) {
-            copy_to_pages(pack_begin, pack_end);
-        } else {
-            pack(pack_begin, pack_end);
+        for (int64_t position = pack_begin; position < pack_end;) {
+            const int64_t page_end = position - (position - windows.sink) % kPageTokens + kPageTokens;
+            const int64_t end = std::min(page_end, pack_end);
+            for (int head = head_begin; head < head_end; ++head) {
+                enter(head);
+                pack(position, end);
+            }
+            position = end;
         }
         const int64_t begin = row_.before.length, end = row_.after.length;
-        store_windows(begin, std::min(end, windows.sink));
-        store_windows(std::max({begin, windows.sink, pack_end}), end);
+        for (int head = head_begin; head < head_end; ++head) {
+            enter(head);
+            store_windows(begin, std::min(end, windows.sink));
+            store_windows(std::max({begin, windows.sink, pack_end}), end);
+        }
         return saturated_;
     }
 
   private:
+    void enter(int head) {
+        head_ = head;
+        input_begin_ = input_ ? origin(input_, row_) + head * input_.head_stride : 0;
+    }
+
     bool in_tail(int64_t position) const { return position < row_.before.length; }
 
     const uint8_t* tail_row(int64_t position) const {
@@ -60,6 +68,15 @@ class HeadAppend {
 
     int64_t input_at(int64_t position) const {
         return input_begin_ + (position - row_.before.length) * input_.token_stride;
+    }
+
+    // The row of the same head one page later: the caller's rows are too far apart for hardware prefetchers.
+    // Inlined by force, because compilers take a function that only prefetches for one without effect.
+    __attribute__((always_inline)) void prefetch_next_page(int64_t position) const {
+        position += kPageTokens;
+        if (in_tail(position) || position >= row_.after.length) return;
+        const uint8_t* at = static_cast<const uint8_t*>(input_.data) + input_at(position) * dtype_bytes(input_.dtype);
+        for (size_t i = 0; i < store_.dim * dtype_bytes(input_.dtype); i += kLineBytes) __builtin_prefetch(at + i, 0, 2);
     }
 
     bool take_fast(int64_t position, float* x) const {
@@ -92,18 +109,23 @@ class HeadAppend {
         return false;
     }
 
+    // Positions of one page.
     void pack(int64_t begin, int64_t end) {
+        const int64_t slot = begin - store_.windows.sink;
+        uint8_t* part = store_.page(row_.blocks[slot / kPageTokens], head_);
+        if (store_.spec.bits == 16) return copy_rows(begin, end, part + slot % kPageTokens * store_.row_bytes());
         const int step = pack_step(store_);
+        int first = static_cast<int>(slot % kPageTokens);
         for (int64_t position = begin; position < end;) {
-            const int64_t slot = position - store_.windows.sink;
-            const int first = static_cast<int>(slot % kPageTokens);
             const int count = static_cast<int>(std::min<int64_t>(step - first % step, end - position));
             bool fast = pack_kernels_ != nullptr;
             for (int t = 0; t < count; ++t) {
+                prefetch_next_page(position + t);
                 fast &= fetch(position + t, rows_ + static_cast<int64_t>(t) * store_.dim);
             }
-            pack_rows(fast, first, count, store_.page(row_.blocks[slot / kPageTokens], head_));
+            pack_rows(fast, first, count, part);
             position += count;
+            first += count;
         }
     }
 
@@ -111,17 +133,16 @@ class HeadAppend {
         if (fast && feedback_ == nullptr) {
             pack_kernels_->nearest(store_, rows_, first, count, part);
         } else if (fast && pack_kernels_->query_aware != nullptr) {
-            pack_kernels_->query_aware(store_, *feedback_, rows_, first, count, part);
+            pack_kernels_->query_aware(store_, feedback_[head_], rows_, first, count, part);
         } else {
-            pack_rows_plain(store_, feedback_, rows_, first, count, part);
+            pack_rows_plain(store_, feedback_ != nullptr ? feedback_ + head_ : nullptr, rows_, first, count, part);
         }
     }
 
     // 16 bits: a page holds rows as the windows do.
-    void copy_to_pages(int64_t begin, int64_t end) {
-        for (int64_t position = begin; position < end; ++position) {
-            const int64_t slot = position - store_.windows.sink;
-            uint8_t* to = store_.page(row_.blocks[slot / kPageTokens], head_) + slot % kPageTokens * store_.row_bytes();
+    void copy_rows(int64_t begin, int64_t end, uint8_t* to) {
+        for (int64_t position = begin; position < end; ++position, to += store_.row_bytes()) {
+            prefetch_next_page(position);
             if (in_tail(position)) {
                 std::memcpy(to, tail_row(position), static_cast<size_t>(store_.row_bytes()));
             } else {
@@ -139,11 +160,11 @@ class HeadAppend {
     }
 
     const TensorStore& store_;
-    const Feedback* feedback_;
+    const Feedback* feedback_;  // of head 0, or NULL
     const Row& row_;
-    const int head_;
     const View& input_;
-    const int64_t input_begin_;
+    int head_ = 0;
+    int64_t input_begin_ = 0;  // first element of the head's new rows
     float* const rows_;  // of the chunk on its way to a packer
     const RowKernels* row_kernels_ = nullptr;
     const PackKernels* pack_kernels_ = nullptr;
@@ -156,9 +177,9 @@ int64_t append_scratch_floats(const kivi_layer& layer) {
     return static_cast<int64_t>(kPageTokens) * std::max(layer.key_dim, layer.value_dim);
 }
 
-int64_t append_head(const TensorStore& store, const Feedback* feedback, const Row& row, int head, const View& input,
-                    const AppendMeans& means) {
-    return HeadAppend(store, feedback, row, head, input, means).run();
+int64_t append_heads(const TensorStore& store, const Feedback* feedback, const Row& row, int head_begin, int head_end,
+                     const View& input, const AppendMeans& means) {
+    return Append(store, feedback, row, input, means).run(head_begin, head_end);
 }
 
 }  // namespace kivi::cpu

@@ -1,4 +1,4 @@
-// Append and flush of one tensor (K or V) of one head and one sequence.
+// Append and flush of one tensor (K or V) and one sequence.
 #pragma once
 #include <cstdint>
 
@@ -18,8 +18,9 @@ int64_t append_scratch_floats(const kivi_layer& layer);
 
 // Packs what moves behind the border (row.before -> row.after), from the tail and from the new tokens, then
 // stores the new tokens that stay: in the sink window or in the tail. `input` empty: flush, no new tokens.
+// `feedback`: tables of all heads, or NULL for nearest rounding.
 // Returns the number of rows that saturated.
-int64_t append_head(const TensorStore& store, const Feedback* feedback, const Row& row, int head, const View& input,
-                    const AppendMeans& means);
+int64_t append_heads(const TensorStore& store, const Feedback* feedback, const Row& row, int head_begin, int head_end,
+                     const View& input, const AppendMeans& means);
 
 }  // namespace kivi::cpu

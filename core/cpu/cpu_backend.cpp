@@ -212,22 +212,25 @@ class CpuBackend final : public Backend {
         }
     }
 
-    // One item is one tensor of one head of one row: items touch disjoint memory.
+    // One item is one tensor of one row, or a share of its heads: items touch disjoint memory.
     void write(Layer& layer, Rows rows, const View& k, const View& v) {
         const int heads = layer.store.shape.kv_heads;
+        const bool threaded = rows_of_work(rows) * heads >= kRowsWorthThreads;
+        const int shares = threaded ? std::min(heads, pool_.threads()) : 1;
         const auto item = [&](int64_t i, int thread) {
-            const Row& row = rows.data[i / (2 * heads)];
-            const int head = static_cast<int>(i % heads);
-            const bool key = i / heads % 2 == 0;
-            const Feedback* feedback = key && layer.feedback != nullptr ? &(*layer.feedback)[head] : nullptr;
+            const Row& row = rows.data[i / (2 * shares)];
+            const bool key = i / shares % 2 == 0;
+            const int share = static_cast<int>(i % shares);
+            const Feedback* feedback = key && layer.feedback != nullptr ? layer.feedback->data() : nullptr;
             const AppendMeans means{model_.reference,
                                     reinterpret_cast<float*>(scratch_.data()) + thread * scratch_floats_};
-            const int64_t saturated = append_head(key ? layer.store.key : layer.store.value, feedback, row, head,
-                                                  key ? k : v, means);
+            const int64_t saturated =
+                append_heads(key ? layer.store.key : layer.store.value, feedback, row, heads * share / shares,
+                             heads * (share + 1) / shares, key ? k : v, means);
             if (saturated > 0) layer.saturated_rows.fetch_add(saturated, std::memory_order_relaxed);
         };
-        const int64_t items = static_cast<int64_t>(rows.size) * heads * 2;
-        if (rows_of_work(rows) * heads >= kRowsWorthThreads) {
+        const int64_t items = static_cast<int64_t>(rows.size) * 2 * shares;
+        if (threaded) {
             pool_.parallel(items, item);
         } else {
             for (int64_t i = 0; i < items; ++i) item(i, 0);
