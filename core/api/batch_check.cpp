@@ -20,13 +20,15 @@ Batch check_batch(const kivi_batch* from, int32_t max_sequences, BatchUse use) {
     const kivi_batch batch = take_struct("batch", from);
     if (batch.reserved0 != 0) refuse_argument("batch.reserved0 must be zero");
     if (batch.device == KIVI_CUDA) {
-        refuse_argument("batch.device is 2 (CUDA), but the cache is on the CPU: its arrays must be host memory");
+        refuse_argument(
+            "batch.device is 2 (CUDA), but the cache is on the CPU: its arrays must be host memory");
     }
     if (batch.device != 0 && batch.device != KIVI_CPU) {
         refuse_argument("batch.device is ", batch.device, "; supported are 0 and 1 (host memory)");
     }
     if (batch.rows < 0) refuse_argument("batch.rows is ", batch.rows, "; it must not be negative");
-    if (batch.max_count < 0) refuse_argument("batch.max_count is ", batch.max_count, "; it must not be negative");
+    if (batch.max_count < 0)
+        refuse_argument("batch.max_count is ", batch.max_count, "; it must not be negative");
     check_array("batch.sequences", batch.sequences);
     check_array("batch.counts", batch.counts);
     check_array("batch.offsets", batch.offsets);
@@ -52,8 +54,8 @@ Batch check_batch(const kivi_batch* from, int32_t max_sequences, BatchUse use) {
         if (use == BatchUse::counts) continue;
         const int32_t sequence = checked.sequence(row);
         if (sequence < -1 || sequence >= max_sequences) {
-            refuse_argument("batch.sequences[", row, "] is ", sequence, "; it must be -1 or below max_sequences, ",
-                            max_sequences);
+            refuse_argument("batch.sequences[", row, "] is ", sequence,
+                            "; it must be -1 or below max_sequences, ", max_sequences);
         }
     }
     checked.for_each([&](int32_t row, int32_t, int32_t count, int64_t offset) {

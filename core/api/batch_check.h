@@ -1,5 +1,5 @@
-// kivi_batch -> Batch: counts, ids and offsets in range. That no sequence stands twice is checked by the cache,
-// which has memory for it.
+// kivi_batch -> Batch: counts, ids and offsets in range. That no sequence stands twice is checked by the
+// cache, which has memory for it.
 #pragma once
 #include "cache/batch.h"
 #include "kivi/kivi.h"

@@ -33,11 +33,14 @@ namespace {
 #else
 #define KIVI_COMPILER "GCC " __VERSION__
 #endif
-#if defined(__aarch64__)
-#define KIVI_MACHINE "aarch64"
-#else
-#define KIVI_MACHINE "x86-64"
-#endif
+
+// Made once, without allocating: the call that returns it cannot fail.
+struct BuildInfo {
+    char line[256];
+    BuildInfo() {
+        std::snprintf(line, sizeof line, "libkivi %s, %s, %s", KIVI_VERSION_TEXT, KIVI_COMPILER, build_targets());
+    }
+};
 
 void check_device_kind(int32_t device) {
     if (device != KIVI_CPU && device != KIVI_CUDA) {
@@ -48,7 +51,8 @@ void check_device_kind(int32_t device) {
 const BackendKind& backend_for(int32_t device) {
     check_device_kind(device);
     const BackendKind* const kind = find_backend(device);
-    if (kind == nullptr) refuse(KIVI_ERROR_UNSUPPORTED, "device is ", device, " (CUDA), which this build does not have");
+    if (kind == nullptr)
+        refuse(KIVI_ERROR_UNSUPPORTED, "device is ", device, " (CUDA), which this build does not have");
     return *kind;
 }
 
@@ -89,7 +93,9 @@ void apply_preset(const kivi_preset& preset, kivi_config* config) {
     config->schedule = preset.schedule;
 }
 
-void copy_text(char* to, size_t size, const std::string& text) { std::snprintf(to, size, "%s", text.c_str()); }
+void copy_text(char* to, size_t size, const std::string& text) {
+    std::snprintf(to, size, "%s", text.c_str());
+}
 
 }  // namespace
 
@@ -100,14 +106,13 @@ int32_t kivi_version(void) {
 }
 const char* kivi_version_string(void) { return KIVI_VERSION_TEXT; }
 const char* kivi_build_info(void) {
-    static const std::string line =
-        "libkivi " KIVI_VERSION_TEXT ", " KIVI_COMPILER ", " KIVI_MACHINE ", " + std::string(build_backends());
-    return line.c_str();
+    static const BuildInfo info;
+    return info.line;
 }
 const char* kivi_status_name(kivi_status status) { return status_name(status); }
 const char* kivi_last_error(void) { return last_error(); }
 
-// ---- Structs and presets -----------------------------------------------------------------------------------
+// ---- Structs and presets ----------------------------------------------------------------------------------
 
 kivi_status kivi_batch_init(kivi_batch* batch, size_t struct_size) {
     return guarded([&] { init_struct("batch", batch, struct_size, kivi_batch{}); });
@@ -169,7 +174,7 @@ kivi_status kivi_config_preset(kivi_config* config, const char* name) {
     });
 }
 
-// ---- Devices and capabilities ------------------------------------------------------------------------------
+// ---- Devices and capabilities -----------------------------------------------------------------------------
 
 kivi_status kivi_device_count(int32_t device, int32_t* count) {
     return guarded([&] {
@@ -190,7 +195,8 @@ kivi_status kivi_device_query(int32_t device, int32_t device_id, kivi_device_inf
         if (kind != nullptr) {
             const int32_t count = kind->count();
             if (device_id >= count) {
-                refuse(KIVI_ERROR_NO_DEVICE, "device_id is ", device_id, "; there are ", count, " devices of this kind");
+                refuse(KIVI_ERROR_NO_DEVICE, "device_id is ", device_id, "; there are ", count,
+                       " devices of this kind");
             }
             answer = kind->query(device_id);
         } else {
@@ -202,7 +208,8 @@ kivi_status kivi_device_query(int32_t device, int32_t device_id, kivi_device_inf
     });
 }
 
-kivi_status kivi_query_support(const kivi_config* from, int32_t layer, kivi_support* support, size_t struct_size) {
+kivi_status kivi_query_support(const kivi_config* from, int32_t layer, kivi_support* support,
+                               size_t struct_size) {
     return guarded([&] {
         check_output_struct("support", support, struct_size);
         const kivi_config config = take_config(from);
@@ -231,7 +238,7 @@ kivi_status kivi_query_support(const kivi_config* from, int32_t layer, kivi_supp
     });
 }
 
-// ---- Cache -------------------------------------------------------------------------------------------------
+// ---- Cache ------------------------------------------------------------------------------------------------
 
 kivi_status kivi_cache_estimate(const kivi_config* from, kivi_memory* memory, size_t struct_size) {
     return guarded([&] {
@@ -273,14 +280,14 @@ kivi_status kivi_cache_memory(const kivi_cache* handle, kivi_memory* memory, siz
     });
 }
 
-// ---- Sequences ---------------------------------------------------------------------------------------------
+// ---- Sequences --------------------------------------------------------------------------------------------
 
 kivi_status kivi_sequence_reset(kivi_cache* handle, int32_t sequence, kivi_stream stream) {
     return guarded([&] { ExclusiveUse(handle)->reset_sequence(sequence, stream); });
 }
 
-kivi_status kivi_sequence_length(const kivi_cache* handle, int32_t layer, int32_t sequence, kivi_length* length,
-                                 size_t struct_size) {
+kivi_status kivi_sequence_length(const kivi_cache* handle, int32_t layer, int32_t sequence,
+                                 kivi_length* length, size_t struct_size) {
     return guarded([&] {
         check_output_struct("length", length, struct_size);
         const SharedUse cache(handle);
@@ -300,7 +307,7 @@ kivi_status kivi_query_statistics(const kivi_cache* handle, int32_t layer, kivi_
     });
 }
 
-// ---- Work --------------------------------------------------------------------------------------------------
+// ---- Work -------------------------------------------------------------------------------------------------
 
 kivi_status kivi_append(kivi_cache* handle, int32_t layer, const kivi_batch* rows, const kivi_tensor* k,
                         const kivi_tensor* v, kivi_stream stream) {
@@ -314,7 +321,8 @@ kivi_status kivi_append(kivi_cache* handle, int32_t layer, const kivi_batch* row
     });
 }
 
-kivi_status kivi_flush_residual(kivi_cache* handle, int32_t layer, const kivi_batch* rows, kivi_stream stream) {
+kivi_status kivi_flush_residual(kivi_cache* handle, int32_t layer, const kivi_batch* rows,
+                                kivi_stream stream) {
     return guarded([&] {
         const ExclusiveUse cache(handle);
         if (layer != -1) cache->layer(layer);
@@ -340,18 +348,21 @@ kivi_status kivi_attend(const kivi_cache* handle, int32_t layer, const kivi_batc
             request.window_left = checked_window_left("params.window_left", params.window_left);
             request.flags = checked_flags(params.flags, KIVI_ATTEND_INVARIANT);
             if ((params.k == nullptr) != (params.v == nullptr)) {
-                refuse_argument("params.", params.k ? "v" : "k", " is NULL; fresh keys and values come together");
+                refuse_argument("params.", params.k ? "v" : "k",
+                                " is NULL; fresh keys and values come together");
             }
             if (params.k != nullptr) {
                 request.k = check_batch_tensor(params.k, {"params.k", shape.kv_heads, shape.key_dim}, batch);
-                request.v = check_batch_tensor(params.v, {"params.v", shape.kv_heads, shape.value_dim}, batch);
+                request.v =
+                    check_batch_tensor(params.v, {"params.v", shape.kv_heads, shape.value_dim}, batch);
             }
             if (params.learned_sinks != nullptr) {
                 check_pointer("params.learned_sinks", params.learned_sinks, alignof(float));
                 request.learned_sinks = params.learned_sinks;
             }
             if (params.lse != nullptr) {
-                request.lse = check_batch_tensor(params.lse, {"params.lse", shape.q_heads, 0, true, KIVI_F32}, batch);
+                request.lse =
+                    check_batch_tensor(params.lse, {"params.lse", shape.q_heads, 0, true, KIVI_F32}, batch);
             }
         }
         cache->attend(layer, batch, request, workspace, workspace_bytes, stream);
@@ -370,25 +381,29 @@ kivi_status kivi_attend_workspace(const kivi_cache* handle, int32_t layer, int32
     });
 }
 
-kivi_status kivi_merge(int32_t parts, const kivi_tensor* outs, const kivi_tensor* lses, const float* learned_sinks,
-                       const kivi_tensor* out, const kivi_tensor* lse, kivi_stream stream) {
+kivi_status kivi_merge(int32_t parts, const kivi_tensor* outs, const kivi_tensor* lses,
+                       const float* learned_sinks, const kivi_tensor* out, const kivi_tensor* lse,
+                       kivi_stream stream) {
     return guarded([&] {
         if (stream != nullptr) refuse_argument("stream is ", stream, "; tensors on the CPU take NULL only");
         merge_parts(check_merge(parts, outs, lses, learned_sinks, out, lse));
     });
 }
 
-// ---- Reading back, moving ----------------------------------------------------------------------------------
+// ---- Reading back, moving ---------------------------------------------------------------------------------
 
-kivi_status kivi_dequantize(const kivi_cache* handle, int32_t layer, int32_t sequence, int64_t begin, int64_t end,
-                            const kivi_tensor* k, const kivi_tensor* v, uint64_t flags, kivi_stream stream) {
+kivi_status kivi_dequantize(const kivi_cache* handle, int32_t layer, int32_t sequence, int64_t begin,
+                            int64_t end, const kivi_tensor* k, const kivi_tensor* v, uint64_t flags,
+                            kivi_stream stream) {
     return guarded([&] {
         const SharedUse cache(handle);
         const kivi_layer& shape = cache->layer(layer);
         cache->check_sequence(sequence);
         const int64_t length = cache->length(layer, sequence).length;
-        if (begin < 0 || begin > length) refuse_argument("begin is ", begin, "; it must be from 0 to ", length);
-        if (end < begin || end > length) refuse_argument("end is ", end, "; it must be from ", begin, " to ", length);
+        if (begin < 0 || begin > length)
+            refuse_argument("begin is ", begin, "; it must be from 0 to ", length);
+        if (end < begin || end > length)
+            refuse_argument("end is ", end, "; it must be from ", begin, " to ", length);
         View keys, values;
         if (k) keys = check_tokens_tensor(k, {"k", shape.kv_heads, shape.key_dim, true}, end - begin);
         if (v) values = check_tokens_tensor(v, {"v", shape.kv_heads, shape.value_dim, true}, end - begin);
@@ -406,8 +421,8 @@ kivi_status kivi_export_size(const kivi_cache* handle, int32_t sequence, size_t*
     });
 }
 
-kivi_status kivi_export(const kivi_cache* handle, int32_t sequence, void* buffer, size_t bytes, size_t* written,
-                        kivi_stream stream) {
+kivi_status kivi_export(const kivi_cache* handle, int32_t sequence, void* buffer, size_t bytes,
+                        size_t* written, kivi_stream stream) {
     return guarded([&] {
         check_pointer("written", written, alignof(size_t));
         check_buffer(buffer, bytes);
@@ -417,7 +432,8 @@ kivi_status kivi_export(const kivi_cache* handle, int32_t sequence, void* buffer
     });
 }
 
-kivi_status kivi_import(kivi_cache* handle, int32_t sequence, const void* buffer, size_t bytes, kivi_stream stream) {
+kivi_status kivi_import(kivi_cache* handle, int32_t sequence, const void* buffer, size_t bytes,
+                        kivi_stream stream) {
     return guarded([&] {
         check_buffer(buffer, bytes);
         const ExclusiveUse cache(handle);
@@ -426,10 +442,10 @@ kivi_status kivi_import(kivi_cache* handle, int32_t sequence, const void* buffer
     });
 }
 
-// ---- Moments -----------------------------------------------------------------------------------------------
+// ---- Moments ----------------------------------------------------------------------------------------------
 
-kivi_status kivi_moments_accumulate(kivi_cache* handle, int32_t layer, const kivi_batch* rows, const kivi_tensor* q,
-                                    kivi_stream stream) {
+kivi_status kivi_moments_accumulate(kivi_cache* handle, int32_t layer, const kivi_batch* rows,
+                                    const kivi_tensor* q, kivi_stream stream) {
     return guarded([&] {
         const ExclusiveUse cache(handle);
         const kivi_layer& shape = cache->query_aware_layer(layer);
@@ -488,7 +504,7 @@ kivi_status kivi_moments_import(kivi_cache* handle, int32_t layer, const void* b
     });
 }
 
-// ---- Probe -------------------------------------------------------------------------------------------------
+// ---- Probe ------------------------------------------------------------------------------------------------
 
 kivi_status kivi_probe(const kivi_probe_params* params, kivi_probe_result* total, kivi_probe_result* per_head,
                        size_t struct_size) {
@@ -496,7 +512,8 @@ kivi_status kivi_probe(const kivi_probe_params* params, kivi_probe_result* total
         check_output_struct("total", total, struct_size);
         if (per_head != nullptr) check_output_struct("per_head", per_head, struct_size);
         if (struct_size % alignof(kivi_probe_result) != 0) {
-            refuse_argument("struct_size is ", struct_size, "; it must be the size of a struct of numbers of 8 bytes");
+            refuse_argument("struct_size is ", struct_size,
+                            "; it must be the size of a struct of numbers of 8 bytes");
         }
         const ProbeAnswer answer = probe(check_probe(take_struct("params", params)));
         put_struct(total, struct_size, answer.total);

@@ -1,5 +1,5 @@
-// Slots of handles. They stand in slabs of doubling size; a slab is published once and never moves, so looking
-// a handle up takes no lock. Creating and destroying do.
+// Slots of handles. They stand in slabs of doubling size; a slab is published once and never moves, so
+// looking a handle up takes no lock. Creating and destroying do.
 #include "api/handle.h"
 
 #include <mutex>
@@ -12,14 +12,14 @@ namespace {
 
 constexpr uint32_t kExclusive = 0x80000000u;
 constexpr int kSlabs = 24;
-constexpr size_t kFirstSlab = 64;        // slots of slab 0
-constexpr size_t kQuarantine = 1024;     // destroyed slots that wait before the oldest is used again
+constexpr size_t kFirstSlab = 64;     // slots of slab 0
+constexpr size_t kQuarantine = 1024;  // destroyed slots that wait before the oldest is used again
 
 // The process's slots, in static storage: handles may be asked about until the very end.
 std::atomic<kivi_cache*> slabs[kSlabs];
-std::mutex mutex;                     // guards what follows
+std::mutex mutex;  // guards what follows
 int slab_count = 0;
-size_t slots_left = 0;                // never used, in the last slab
+size_t slots_left = 0;  // never used, in the last slab
 size_t live = 0;
 kivi_cache* oldest_destroyed = nullptr;
 kivi_cache* newest_destroyed = nullptr;
@@ -78,7 +78,8 @@ void queue_destroyed(kivi_cache* slot) {
 void check_handle(const kivi_cache* handle) {
     if (handle == nullptr) refuse_argument("cache is NULL");
     if (!is_slot(handle)) {
-        refuse_argument("cache is ", static_cast<const void*>(handle), ", which kivi_cache_create did not make");
+        refuse_argument("cache is ", static_cast<const void*>(handle),
+                        ", which kivi_cache_create did not make");
     }
 }
 

@@ -14,7 +14,8 @@ View check_like(const kivi_tensor* tensor, const kivi_tensor& out, const TensorR
     if (tensor->rank != rank) refuse_argument(rule.name, ".rank is ", tensor->rank, "; it must be ", rank);
     for (int axis = 0; axis < rank; axis++) {
         if (tensor->shape[axis] != out.shape[axis]) {
-            refuse_argument(rule.name, ": shape[", axis, "] is ", tensor->shape[axis], "; out has ", out.shape[axis]);
+            refuse_argument(rule.name, ": shape[", axis, "] is ", tensor->shape[axis], "; out has ",
+                            out.shape[axis]);
         }
     }
     return make_view(*tensor, out.rank - 3, missing == 0);
@@ -22,8 +23,8 @@ View check_like(const kivi_tensor* tensor, const kivi_tensor& out, const TensorR
 
 }  // namespace
 
-MergeCall check_merge(int32_t parts, const kivi_tensor* outs, const kivi_tensor* lses, const float* learned_sinks,
-                      const kivi_tensor* out, const kivi_tensor* lse) {
+MergeCall check_merge(int32_t parts, const kivi_tensor* outs, const kivi_tensor* lses,
+                      const float* learned_sinks, const kivi_tensor* out, const kivi_tensor* lse) {
     if (parts < 1) refuse_argument("parts is ", parts, "; it must be at least 1");
     check_pointer("outs", outs, alignof(kivi_tensor));
     check_pointer("lses", lses, alignof(kivi_tensor));

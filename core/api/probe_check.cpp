@@ -18,7 +18,8 @@ void check_rank3(const char* name, const kivi_tensor& tensor) {
 
 // A head count read off a tensor.
 int32_t heads_of(const char* name, int64_t heads) {
-    if (heads < 1 || heads > 65536) refuse_argument(name, ".shape[1] (heads) is ", heads, "; it must be from 1 to 65536");
+    if (heads < 1 || heads > 65536)
+        refuse_argument(name, ".shape[1] (heads) is ", heads, "; it must be from 1 to 65536");
     return static_cast<int32_t>(heads);
 }
 
@@ -50,17 +51,19 @@ ProbeCall check_probe(const kivi_probe_params& params) {
     call.window_dtype = checked_window_dtype(params.window_dtype);
     call.tokens = params.k.shape[0];
     call.queries = params.q.shape[0];
-    if (call.tokens < 1) refuse_argument("params.k: shape[0] (tokens) is ", call.tokens, "; it must be at least 1");
+    if (call.tokens < 1)
+        refuse_argument("params.k: shape[0] (tokens) is ", call.tokens, "; it must be at least 1");
     if (call.queries < 1 || call.queries > call.tokens) {
-        refuse_argument("params.q: shape[0] (queries) is ", call.queries, "; it must be from 1 to the tokens, ",
-                        call.tokens);
+        refuse_argument("params.q: shape[0] (queries) is ", call.queries,
+                        "; it must be from 1 to the tokens, ", call.tokens);
     }
     call.q = check_tokens_tensor(&params.q, {"params.q", layer.q_heads, layer.key_dim}, call.queries);
     call.k = check_tokens_tensor(&params.k, {"params.k", layer.kv_heads, layer.key_dim}, call.tokens);
     call.v = check_tokens_tensor(&params.v, {"params.v", layer.kv_heads, layer.value_dim}, call.tokens);
     if (params.moments != nullptr) {
-        call.moments = check_tokens_tensor(
-            params.moments, {"params.moments", layer.key_dim, layer.key_dim, false, KIVI_F32}, layer.kv_heads);
+        call.moments = check_tokens_tensor(params.moments,
+                                           {"params.moments", layer.key_dim, layer.key_dim, false, KIVI_F32},
+                                           layer.kv_heads);
     }
     const double scale = checked_finite("params.scale", params.scale);
     call.scale = scale != 0 ? scale : 1 / std::sqrt(static_cast<double>(layer.key_dim));

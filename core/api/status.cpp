@@ -25,7 +25,8 @@ constexpr unsigned kRounding = 0x6000, kFlushToZero = 0x8000, kDenormalsAreZero 
 unsigned long long read_control() { return _mm_getcsr(); }
 void write_control(unsigned long long word) { _mm_setcsr(static_cast<unsigned>(word)); }
 unsigned long long contract_control(unsigned long long word) {
-    return (word & ~static_cast<unsigned long long>(kRounding | kFlushToZero | kDenormalsAreZero)) | kTrapMasks;
+    return (word & ~static_cast<unsigned long long>(kRounding | kFlushToZero | kDenormalsAreZero)) |
+           kTrapMasks;
 }
 #elif defined(__aarch64__)
 // FPCR: RMode in bits 22..23, FZ in 24, FZ16 in 19, trap enables in 8..12 and 15.
@@ -77,7 +78,8 @@ kivi_status translate_exception() {
     } catch (const std::bad_alloc&) {
         return set_last_error(KIVI_ERROR_OUT_OF_MEMORY, "host memory is exhausted");
     } catch (const std::length_error&) {
-        return set_last_error(KIVI_ERROR_OUT_OF_MEMORY, "host memory is exhausted: a table exceeds the address space");
+        return set_last_error(KIVI_ERROR_OUT_OF_MEMORY,
+                              "host memory is exhausted: a table exceeds the address space");
     } catch (const std::exception& error) {
         return set_last_error(KIVI_ERROR_INTERNAL, error.what());
     } catch (...) {

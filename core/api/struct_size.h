@@ -21,8 +21,8 @@ constexpr size_t kLargestStruct = 65536;
 template <class T>
 void check_struct_size(const char* name, size_t size) {
     if (size < first_released_size<T>) {
-        refuse_argument(name, ": struct_size is ", size, ", below the first released size ", first_released_size<T>,
-                        "; fill it with its init function");
+        refuse_argument(name, ": struct_size is ", size, ", below the first released size ",
+                        first_released_size<T>, "; fill it with its init function");
     }
     if (size > kLargestStruct) {
         refuse_argument(name, ": struct_size is ", size, ", above the limit ", kLargestStruct,
@@ -48,8 +48,8 @@ T take_struct(const char* name, const T* from) {
     const auto* bytes = reinterpret_cast<const unsigned char*>(from);
     for (size_t i = sizeof(T); i < size; i++) {
         if (bytes[i] != 0) {
-            refuse(KIVI_ERROR_UNSUPPORTED, name, ": byte ", i, " of ", size, " is not zero, and this library knows ",
-                   sizeof(T), " bytes; it is older than the caller");
+            refuse(KIVI_ERROR_UNSUPPORTED, name, ": byte ", i, " of ", size,
+                   " is not zero, and this library knows ", sizeof(T), " bytes; it is older than the caller");
         }
     }
     taken.struct_size = sizeof(T);

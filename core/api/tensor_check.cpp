@@ -2,7 +2,6 @@
 #include "api/tensor_check.h"
 
 #include <cstdint>
-#include <limits>
 
 #include "api/struct_size.h"
 #include "format/half.h"
@@ -22,9 +21,12 @@ bool has_elements(const kivi_tensor& tensor) {
     return true;
 }
 
-// One past the last byte, counted from the base, must be a 64-bit number and an address.
+// No address space that libkivi runs in is larger than 2^57 bytes.
+constexpr int64_t kLargestExtent = int64_t{1} << 57;
+
+// Bytes from the base to the end of the last element, formed in 64 bits.
 void check_extent(const kivi_tensor& tensor, const char* name) {
-    int64_t last = 0, bytes = 0;
+    int64_t last = 0;
     for (int axis = 0; axis < tensor.rank; axis++) {
         int64_t step;
         if (__builtin_mul_overflow(tensor.shape[axis] - 1, used_stride(tensor, axis), &step) ||
@@ -33,16 +35,14 @@ void check_extent(const kivi_tensor& tensor, const char* name) {
                             tensor.stride[axis], ") reach past the limit of 64-bit offsets");
         }
     }
-    const uintptr_t base = reinterpret_cast<uintptr_t>(tensor.data);
-    if (last == std::numeric_limits<int64_t>::max() ||
-        __builtin_mul_overflow(last + 1, static_cast<int64_t>(dtype_bytes(tensor.dtype)), &bytes) ||
-        static_cast<uintptr_t>(bytes) > std::numeric_limits<uintptr_t>::max() - base) {
-        refuse_argument(name, ": its last element is ", last, ", past the limit of the address space");
+    if (last >= kLargestExtent / static_cast<int64_t>(dtype_bytes(tensor.dtype))) {
+        refuse_argument(name, ": its last element is number ", last, ", past the limit of 2^57 bytes");
     }
 }
 
 void check_size(const char* name, int axis, const char* what, int64_t size, int64_t wanted) {
-    if (size != wanted) refuse_argument(name, ": shape[", axis, "] (", what, ") is ", size, "; it must be ", wanted);
+    if (size != wanted)
+        refuse_argument(name, ": shape[", axis, "] (", what, ") is ", size, "; it must be ", wanted);
 }
 
 void check_inner_sizes(const kivi_tensor& tensor, const TensorRule& rule, int first) {
@@ -86,7 +86,8 @@ void check_tensor(const kivi_tensor* tensor, const TensorRule& rule) {
         if (size < 0) refuse_argument(name, ": shape[", axis, "] is ", size, "; it must not be negative");
         if (size <= 1) continue;
         const int64_t stride = tensor->stride[axis];
-        if (stride < 0) refuse_argument(name, ": stride[", axis, "] is ", stride, "; it must not be negative");
+        if (stride < 0)
+            refuse_argument(name, ": stride[", axis, "] is ", stride, "; it must not be negative");
         if (axis == tensor->rank - 1 && stride != 1) {
             refuse_argument(name, ": stride[", axis, "] is ", stride, "; the innermost stride must be 1");
         }
@@ -97,7 +98,8 @@ void check_tensor(const kivi_tensor* tensor, const TensorRule& rule) {
     if (!has_elements(*tensor)) return;
     if (tensor->data == nullptr) refuse_argument(name, ".data is NULL, but the tensor has elements");
     if (reinterpret_cast<uintptr_t>(tensor->data) % dtype_bytes(tensor->dtype) != 0) {
-        refuse_argument(name, ".data is not aligned to its element size, ", dtype_bytes(tensor->dtype), " bytes");
+        refuse_argument(name, ".data is not aligned to its element size, ", dtype_bytes(tensor->dtype),
+                        " bytes");
     }
     check_extent(*tensor, name);
 }
@@ -115,8 +117,8 @@ View check_batch_tensor(const kivi_tensor* tensor, const TensorRule& rule, const
     }
     const int64_t needed = first == 1 ? batch.max_count : batch.tokens_end;
     if (tensor->shape[first] < needed) {
-        refuse_argument(rule.name, ": shape[", first, "] (tokens) is ", tensor->shape[first], "; the batch needs ",
-                        needed);
+        refuse_argument(rule.name, ": shape[", first, "] (tokens) is ", tensor->shape[first],
+                        "; the batch needs ", needed);
     }
     return batch.active > 0 ? make_view(*tensor, first, rule.dim > 0) : View{};
 }

@@ -1,4 +1,4 @@
-// kivi_tensor -> View: every rule of kivi_tensor (kivi.h) with a sentence that names argument, value and limit.
+// kivi_tensor -> View: every rule of kivi_tensor (kivi.h), with a sentence that names argument, value, limit.
 #pragma once
 #include "backend/backend.h"
 #include "cache/batch.h"
@@ -10,9 +10,9 @@ namespace kivi {
 struct TensorRule {
     const char* name;
     int64_t heads;
-    int64_t dim;             // 0: the tensor has no innermost channel size (LSE)
+    int64_t dim;  // 0: the tensor has no innermost channel size (LSE)
     bool output = false;
-    int32_t dtype = 0;       // 0: any
+    int32_t dtype = 0;  // 0: any
 };
 
 // [rows, tokens, heads, dim] or [tokens, heads, dim] (without dim: one size less) for the rows of a batch.
@@ -22,7 +22,7 @@ View check_batch_tensor(const kivi_tensor* tensor, const TensorRule& rule, const
 // [tokens, heads, dim] with exactly `tokens` tokens.
 View check_tokens_tensor(const kivi_tensor* tensor, const TensorRule& rule, int64_t tokens);
 
-// The rules that every tensor obeys, whatever its shape: pointer, dtype, device, rank, sizes, strides, extent.
+// Rules that every tensor obeys, whatever its shape: pointer, dtype, device, rank, sizes, strides, extent.
 void check_tensor(const kivi_tensor* tensor, const TensorRule& rule);
 
 // View of a checked tensor whose axes from `first` (0 or 1) on are [tokens, heads, dim] or [tokens, heads].

@@ -9,7 +9,7 @@ namespace kivi {
 // The backend that serves a device (enum kivi_device), or NULL: not in this build.
 const BackendKind* find_backend(int32_t device);
 
-// Instruction sets or architectures that this build knows, for kivi_build_info.
-const char* build_backends();
+// What this build can run on, for kivi_build_info: instruction sets, CUDA architectures. Static.
+const char* build_targets();
 
 }  // namespace kivi

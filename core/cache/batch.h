@@ -9,12 +9,12 @@ struct Batch {
     const int32_t* sequences = nullptr;  // NULL: row r is sequence r
     const int32_t* counts = nullptr;     // NULL: uniform_count for every row
     int32_t uniform_count = 0;
-    const int64_t* offsets = nullptr;    // NULL: running sum of counts
+    const int64_t* offsets = nullptr;  // NULL: running sum of counts
 
     // Found by the check, over rows that are not skipped.
-    int32_t active = 0;       // rows with work
-    int32_t max_count = 0;    // longest
-    int64_t tokens_end = 0;   // rank-3 tensors: one past the last token used
+    int32_t active = 0;      // rows with work
+    int32_t max_count = 0;   // longest
+    int64_t tokens_end = 0;  // rank-3 tensors: one past the last token used
 
     int32_t sequence(int32_t row) const { return sequences ? sequences[row] : row; }
     int32_t count(int32_t row) const { return counts ? counts[row] : uniform_count; }

@@ -23,13 +23,15 @@ template <class... Parts>
 // One number of the blob beside that of the cache.
 template <class T>
 void match(const char* what, T blob, T cache) {
-    if (blob != cache) refuse(KIVI_ERROR_MISMATCH, "the blob's ", what, " is ", blob, "; the cache has ", cache);
+    if (blob != cache)
+        refuse(KIVI_ERROR_MISMATCH, "the blob's ", what, " is ", blob, "; the cache has ", cache);
 }
 
 template <class T>
 void match_layer(int32_t layer, const char* what, T blob, T cache) {
     if (blob != cache) {
-        refuse(KIVI_ERROR_MISMATCH, "the blob's ", what, " of layer ", layer, " is ", blob, "; the cache has ", cache);
+        refuse(KIVI_ERROR_MISMATCH, "the blob's ", what, " of layer ", layer, " is ", blob,
+               "; the cache has ", cache);
     }
 }
 
@@ -43,8 +45,8 @@ void match_spec(int32_t layer, ByteReader& from, const kivi_spec& spec, const ch
     const auto field = [&](const char* name, auto cache) {
         const auto blob = from.get<decltype(cache)>();
         if (blob != cache) {
-            refuse(KIVI_ERROR_MISMATCH, "the blob's ", name, " of ", tensor, " of layer ", layer, " is ", blob,
-                   "; the cache has ", cache);
+            refuse(KIVI_ERROR_MISMATCH, "the blob's ", name, " of ", tensor, " of layer ", layer, " is ",
+                   blob, "; the cache has ", cache);
         }
     };
     field("bits", spec.bits);
@@ -71,7 +73,8 @@ bool sound_f16(uint16_t scale, uint16_t min) {
 }
 
 // Parameters of one page: scales, then mins, at the end of its bytes.
-void check_params(const kivi_spec& spec, const GroupShape& shape, const BlobPiece& piece, const uint8_t* bytes) {
+void check_params(const kivi_spec& spec, const GroupShape& shape, const BlobPiece& piece,
+                  const uint8_t* bytes) {
     if (spec.bits == 16) return;
     const int64_t groups = (piece.end - piece.begin) / shape.tokens * shape.blocks_a_row;
     const int64_t size = static_cast<int64_t>(dtype_bytes(spec.param_dtype));
@@ -80,8 +83,10 @@ void check_params(const kivi_spec& spec, const GroupShape& shape, const BlobPiec
         ByteReader scale(scales + group * size), min(scales + (groups + group) * size);
         const bool sound = size == 4 ? sound_f32(scale.get<uint32_t>(), min.get<uint32_t>())
                                      : sound_f16(scale.get<uint16_t>(), min.get<uint16_t>());
-        if (!sound) corrupt("scale or min of a group of positions ", piece.begin, " to ", piece.end - 1, " is not a "
-                            "finite number");
+        if (!sound)
+            corrupt("scale or min of a group of positions ", piece.begin, " to ", piece.end - 1,
+                    " is not a "
+                    "finite number");
     }
 }
 
@@ -125,8 +130,8 @@ size_t blob_bytes(const Model& model, const std::vector<Span>& spans) {
     return blob_offsets(model, spans).back() + kCrcBytes;
 }
 
-void write_blob_head(const Model& model, const std::vector<Span>& spans, const std::vector<EncoderMark>& marks,
-                     uint8_t* blob) {
+void write_blob_head(const Model& model, const std::vector<Span>& spans,
+                     const std::vector<EncoderMark>& marks, uint8_t* blob) {
     const std::vector<size_t> offsets = blob_offsets(model, spans);
     const auto layers = static_cast<int32_t>(model.layers.size());
     int64_t length = 0;

@@ -1,5 +1,5 @@
-// The sequence blob (FORMAT.md, "Sequence blob"): header, layer records, payloads, CRC. Pure functions of bytes;
-// the cache moves payloads between blob and backend.
+// The sequence blob (FORMAT.md, "Sequence blob"): header, layer records, payloads, CRC. Pure functions of
+// bytes; the cache moves payloads between blob and backend.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -46,7 +46,8 @@ void for_each_piece(const Model& model, int32_t layer, const Span& span, Visit&&
             rows(BlobPiece::sink, 0, std::min(span.length, sink));
             for (int64_t begin = sink, page = 0; begin < border; begin += kPageTokens, page++) {
                 const int64_t end = std::min(begin + kPageTokens, border);
-                const int64_t bytes = packed_bytes(spec_of(shape, part), dim, model.window_dtype, end - begin);
+                const int64_t bytes =
+                    packed_bytes(spec_of(shape, part), dim, model.window_dtype, end - begin);
                 visit(BlobPiece{part, head, BlobPiece::page, begin, end, page, bytes});
             }
             rows(BlobPiece::tail, border, span.length);
@@ -57,8 +58,8 @@ void for_each_piece(const Model& model, int32_t layer, const Span& span, Visit&&
 size_t blob_bytes(const Model& model, const std::vector<Span>& spans);
 // Where the payload of each layer begins; one more entry for where the CRC stands.
 std::vector<size_t> blob_offsets(const Model& model, const std::vector<Span>& spans);
-void write_blob_head(const Model& model, const std::vector<Span>& spans, const std::vector<EncoderMark>& marks,
-                     uint8_t* blob);
+void write_blob_head(const Model& model, const std::vector<Span>& spans,
+                     const std::vector<EncoderMark>& marks, uint8_t* blob);
 void write_blob_crc(uint8_t* blob, size_t bytes);
 
 // Checks a blob against the model as FORMAT.md lists it, capacity aside, and returns its spans. Throws

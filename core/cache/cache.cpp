@@ -19,7 +19,9 @@ namespace {
 
 constexpr size_t kWorkspaceAlignment = 64;
 
-size_t aligned(size_t bytes) { return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment; }
+size_t aligned(size_t bytes) {
+    return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+}
 
 int64_t packed_tokens(const Windows& windows, const Span& span, Part part) {
     return std::max<int64_t>(0, span.border(part) - windows.sink);
@@ -83,7 +85,8 @@ void Cache::check_stream(kivi_stream stream) const {
 
 void Cache::check_healthy() const {
     if (device_error_) {
-        refuse(KIVI_ERROR_DEVICE, "an earlier call failed on the device; the cache answers queries and destroy only");
+        refuse(KIVI_ERROR_DEVICE,
+               "an earlier call failed on the device; the cache answers queries and destroy only");
     }
 }
 
@@ -112,12 +115,18 @@ Rows Cache::plan_rows(int32_t layer, const Batch& batch, AfterOf&& after_of) {
     int32_t size = 0;
     batch.for_each([&](int32_t index, int32_t sequence, int32_t count, int64_t offset) {
         if (planned_[sequence] == number) {
-            refuse_argument("batch.sequences[", index, "] is ", sequence, ", which stands in an earlier row too");
+            refuse_argument("batch.sequences[", index, "] is ", sequence,
+                            ", which stands in an earlier row too");
         }
         planned_[sequence] = number;
         const Span& before = span_at(layer, sequence);
-        plan_[size++] = Row{index,  sequence,          offset, count,
-                            before, after_of(sequence, before, count), table_.blocks(sequence)};
+        plan_[size++] = Row{index,
+                            sequence,
+                            offset,
+                            count,
+                            before,
+                            after_of(sequence, before, count),
+                            table_.blocks(sequence)};
     });
     return Rows{plan_.data(), size};
 }
@@ -170,9 +179,12 @@ void Cache::flush(int32_t layer, const Batch& batch, kivi_stream stream) {
     check_stream(stream);
     check_healthy();
     if (model_.windows.schedule == KIVI_SCHEDULE_PUBLISHED) {
-        refuse(KIVI_ERROR_UNSUPPORTED, "flush_residual: the published schedule (1) packs only by its own rule");
+        refuse(KIVI_ERROR_UNSUPPORTED,
+               "flush_residual: the published schedule (1) packs only by its own rule");
     }
-    const auto after = [&](int32_t, const Span& before, int64_t) { return after_flush(model_.windows, before); };
+    const auto after = [&](int32_t, const Span& before, int64_t) {
+        return after_flush(model_.windows, before);
+    };
     const int32_t begin = layer == -1 ? 0 : layer, end = layer == -1 ? layer_count() : layer + 1;
 
     // One block serves all layers, so the layer that reaches farthest decides.
@@ -207,7 +219,8 @@ size_t Cache::attend_workspace(int32_t layer, int32_t rows, int32_t max_count) c
     size_t backend_bytes = 0;
     const int32_t begin = layer == -1 ? 0 : layer, end = layer == -1 ? layer_count() : layer + 1;
     for (int32_t i = begin; i < end; i++) {
-        if (model_.has(i)) backend_bytes = std::max(backend_bytes, backend_->attend_workspace(i, active, max_count));
+        if (model_.has(i))
+            backend_bytes = std::max(backend_bytes, backend_->attend_workspace(i, active, max_count));
     }
     return kWorkspaceAlignment - 1 + plan_bytes(active) + aligned(backend_bytes);
 }
@@ -224,8 +237,7 @@ void Cache::attend(int32_t layer, const Batch& batch, const AttendRequest& reque
     if (batch.active == 0) return;
     if (workspace == nullptr) refuse_argument("workspace is NULL, but ", needed, " bytes are needed");
 
-    uint8_t* const base =
-        reinterpret_cast<uint8_t*>(aligned(reinterpret_cast<uintptr_t>(workspace)));
+    uint8_t* const base = reinterpret_cast<uint8_t*>(aligned(reinterpret_cast<uintptr_t>(workspace)));
     uint8_t* const end = static_cast<uint8_t*>(workspace) + workspace_bytes;
     const int32_t most_rows = std::min(batch.active, model_.max_sequences);
     Row* const rows = reinterpret_cast<Row*>(base);
@@ -236,7 +248,8 @@ void Cache::attend(int32_t layer, const Batch& batch, const AttendRequest& reque
     batch.for_each([&](int32_t index, int32_t sequence, int32_t count, int64_t offset) {
         const uint8_t bit = static_cast<uint8_t>(1 << (sequence % 8));
         if (seen[sequence / 8] & bit) {
-            refuse_argument("batch.sequences[", index, "] is ", sequence, ", which stands in an earlier row too");
+            refuse_argument("batch.sequences[", index, "] is ", sequence,
+                            ", which stands in an earlier row too");
         }
         seen[sequence / 8] |= bit;
         const Span& span = span_at(layer, sequence);
@@ -251,8 +264,9 @@ void Cache::attend(int32_t layer, const Batch& batch, const AttendRequest& reque
     call.k = request.k;
     call.v = request.v;
     call.lse = request.lse;
-    call.scale = request.scale != 0 ? request.scale
-                                    : static_cast<float>(1 / std::sqrt(static_cast<double>(model_.layers[layer].key_dim)));
+    call.scale = request.scale != 0
+                     ? request.scale
+                     : static_cast<float>(1 / std::sqrt(static_cast<double>(model_.layers[layer].key_dim)));
     call.soft_cap = request.soft_cap;
     call.window_left = request.window_left;
     call.learned_sinks = request.learned_sinks;
@@ -263,8 +277,8 @@ void Cache::attend(int32_t layer, const Batch& batch, const AttendRequest& reque
     run([&] { backend_->attend(call); });
 }
 
-void Cache::dequantize(int32_t layer, int32_t sequence, int64_t begin, int64_t end, const View& k, const View& v,
-                       bool stored_basis, kivi_stream stream) const {
+void Cache::dequantize(int32_t layer, int32_t sequence, int64_t begin, int64_t end, const View& k,
+                       const View& v, bool stored_basis, kivi_stream stream) const {
     check_stream(stream);
     check_healthy();
     if (begin == end) return;
@@ -273,7 +287,7 @@ void Cache::dequantize(int32_t layer, int32_t sequence, int64_t begin, int64_t e
     run([&] { backend_->dequantize(layer, row, begin, end, k, v, stored_basis, stream); });
 }
 
-// ---- Sequences and the pool --------------------------------------------------------------------------------
+// ---- Sequences and the pool -------------------------------------------------------------------------------
 
 void Cache::drop_contents(int32_t sequence) {
     table_.resize(sequence, 0);
@@ -328,7 +342,7 @@ void Cache::reserve(int64_t tokens, kivi_stream stream) {
     memory_.total_bytes += more * memory_.block_bytes + memory_.table_bytes - table_before;
 }
 
-// ---- Moving one sequence -----------------------------------------------------------------------------------
+// ---- Moving one sequence ----------------------------------------------------------------------------------
 
 std::vector<Span> Cache::spans_of(int32_t sequence) const {
     std::vector<Span> spans(layer_count());
@@ -338,8 +352,9 @@ std::vector<Span> Cache::spans_of(int32_t sequence) const {
         spans[layer] = span_at(layer, sequence);
         if (first == nullptr) first = &spans[layer];
         if (spans[layer].length != first->length) {
-            refuse(KIVI_ERROR_STATE, "sequence ", sequence, " has ", spans[layer].length, " tokens in layer ", layer,
-                   " and ", first->length, " in an earlier one; it moves between steps, when all are alike");
+            refuse(KIVI_ERROR_STATE, "sequence ", sequence, " has ", spans[layer].length, " tokens in layer ",
+                   layer, " and ", first->length,
+                   " in an earlier one; it moves between steps, when all are alike");
         }
     }
     return spans;
@@ -373,7 +388,8 @@ size_t Cache::export_sequence(int32_t sequence, void* buffer, size_t bytes, kivi
         uint8_t* at = blob + offsets[layer];
         for_each_piece(model_, layer, spans[layer], [&](const BlobPiece& piece) {
             if (piece.kind == BlobPiece::page) {
-                backend_->export_page(layer, piece.part, piece.head, blocks[piece.page_index], piece.end - piece.begin, at);
+                backend_->export_page(layer, piece.part, piece.head, blocks[piece.page_index],
+                                      piece.end - piece.begin, at);
             } else {
                 backend_->export_window(layer, piece.part, piece.head, sequence, piece.begin, piece.end, at);
             }
@@ -403,7 +419,8 @@ void Cache::import_sequence(int32_t sequence, const void* buffer, size_t bytes, 
         const uint8_t* at = blob + offsets[layer];
         for_each_piece(model_, layer, spans[layer], [&](const BlobPiece& piece) {
             if (piece.kind == BlobPiece::page) {
-                backend_->import_page(layer, piece.part, piece.head, table[piece.page_index], piece.end - piece.begin, at);
+                backend_->import_page(layer, piece.part, piece.head, table[piece.page_index],
+                                      piece.end - piece.begin, at);
             } else {
                 backend_->import_window(layer, piece.part, piece.head, sequence, piece.begin, piece.end, at);
             }
@@ -413,12 +430,13 @@ void Cache::import_sequence(int32_t sequence, const void* buffer, size_t bytes, 
     publish(sequence, spans, stream);
 }
 
-// ---- Moments -----------------------------------------------------------------------------------------------
+// ---- Moments ----------------------------------------------------------------------------------------------
 
 const kivi_layer& Cache::query_aware_layer(int32_t index) const {
     const kivi_layer& shape = layer(index);
     if (shape.k.bits == 16 || shape.k.rounding != KIVI_ROUND_QUERY_AWARE) {
-        refuse_argument("layer is ", index, ", whose keys are not rounded query-aware (k.rounding 1), so it has no moments");
+        refuse_argument("layer is ", index,
+                        ", whose keys are not rounded query-aware (k.rounding 1), so it has no moments");
     }
     return shape;
 }
@@ -487,7 +505,9 @@ void Cache::accumulate_moments(int32_t layer, const Batch& batch, const View& q,
         moments.are_means = false;
         moments.queries = weight;
     }
-    run([&] { backend_->accumulate_moments(layer, Rows{rows.data(), static_cast<int32_t>(rows.size())}, q, stream); });
+    run([&] {
+        backend_->accumulate_moments(layer, Rows{rows.data(), static_cast<int32_t>(rows.size())}, q, stream);
+    });
     moments.present = true;
     moments.queries += tokens * (shape.q_heads / shape.kv_heads);
     use_tables(layer, {});
@@ -526,7 +546,8 @@ size_t Cache::export_moments(int32_t layer, void* buffer, size_t bytes) const {
     check_healthy();
     const size_t needed = moments_export_size(layer);
     if (bytes < needed) {
-        refuse(KIVI_ERROR_BUFFER_TOO_SMALL, "bytes is ", bytes, "; the moments of layer ", layer, " need ", needed);
+        refuse(KIVI_ERROR_BUFFER_TOO_SMALL, "bytes is ", bytes, "; the moments of layer ", layer, " need ",
+               needed);
     }
     const Moments& moments = moments_[layer];
     write_moments_blob(model_.layers[layer], moments.queries, mean_moments(layer), moments.tables,
@@ -543,7 +564,7 @@ void Cache::import_moments(int32_t layer, const void* buffer, size_t bytes, kivi
     use_tables(layer, std::move(read.heads));
 }
 
-// ---- Queries -----------------------------------------------------------------------------------------------
+// ---- Queries ----------------------------------------------------------------------------------------------
 
 kivi_length Cache::length(int32_t layer, int32_t sequence) const {
     const Span& span = span_at(layer, sequence);
@@ -571,8 +592,9 @@ kivi_statistics Cache::statistics(int32_t layer) const {
                 const int dim = dim_of(shape, part);
                 const int64_t packed = packed_tokens(model_.windows, span, part);
                 const int64_t row = dim * static_cast<int64_t>(dtype_bytes(model_.window_dtype));
-                sum.live_bytes += shape.kv_heads * (packed_bytes(spec_of(shape, part), dim, model_.window_dtype, packed) +
-                                                    (span.length - packed) * row);
+                sum.live_bytes +=
+                    shape.kv_heads * (packed_bytes(spec_of(shape, part), dim, model_.window_dtype, packed) +
+                                      (span.length - packed) * row);
             }
         }
         sum.saturated_rows += backend_->saturated_rows(i);

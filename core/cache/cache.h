@@ -44,7 +44,7 @@ class Cache {
 
     // Work. Views are checked against the layer and the batch by the caller.
     void append(int32_t layer, const Batch& batch, const View& k, const View& v, kivi_stream stream);
-    void flush(int32_t layer, const Batch& batch, kivi_stream stream);  // layer -1: all
+    void flush(int32_t layer, const Batch& batch, kivi_stream stream);              // layer -1: all
     size_t attend_workspace(int32_t layer, int32_t rows, int32_t max_count) const;  // layer -1: any
     void attend(int32_t layer, const Batch& batch, const AttendRequest& request, void* workspace,
                 size_t workspace_bytes, kivi_stream stream) const;
@@ -75,13 +75,13 @@ class Cache {
     kivi_statistics statistics(int32_t layer) const;  // layer -1: sums over all
 
   private:
-    // Query moments of one layer. The backend holds the matrices: sums of q q', or means where they came as such.
+    // Query moments of one layer. The backend holds the matrices: sums of q q', or means if they came as such.
     struct Moments {
         bool present = false;
         bool are_means = false;
-        int64_t queries = 0;            // query rows behind each matrix; 0: the caller set it
-        std::vector<Feedback> tables;   // committed: one a head, which the backend reads; else empty
-        uint32_t crc = 0;               // of the tables
+        int64_t queries = 0;           // query rows behind each matrix; 0: the caller set it
+        std::vector<Feedback> tables;  // committed: one a head, which the backend reads; else empty
+        uint32_t crc = 0;              // of the tables
     };
 
     Span& span_at(int32_t layer, int32_t sequence) { return spans_[index_of(layer, sequence)]; }
@@ -104,7 +104,7 @@ class Cache {
     Rows plan_rows(int32_t layer, const Batch& batch, AfterOf&& after_of);
     int64_t missing_blocks(int32_t sequence, const Span& after) const;
     void check_blocks(int64_t needed) const;
-    // Gives the planned rows their blocks, runs `work` and moves the spans; takes the blocks back if it throws.
+    // Gives the planned rows their blocks, runs `work`, moves the spans; takes the blocks back if it throws.
     template <class Work>
     void apply(int32_t layer, Rows rows, Work&& work);
     // Runs a call of the backend and remembers a device error.
@@ -120,12 +120,12 @@ class Cache {
     Model model_;
     std::unique_ptr<Backend> backend_;
     kivi_memory memory_;
-    std::vector<Span> spans_;        // [layer][sequence]
+    std::vector<Span> spans_;  // [layer][sequence]
     PageTable table_;
-    std::vector<Row> plan_;          // rows of the call that is being made, for calls that have the cache alone
-    std::vector<int64_t> planned_;   // [sequence]: number of the plan that last held it, to find doubles
+    std::vector<Row> plan_;  // rows of the call that is being made, for calls that have the cache alone
+    std::vector<int64_t> planned_;  // [sequence]: number of the plan that last held it, to find doubles
     int64_t plan_number_ = 0;
-    std::vector<Moments> moments_;   // [layer]
+    std::vector<Moments> moments_;  // [layer]
     mutable std::atomic<bool> device_error_{false};
 };
 

@@ -53,14 +53,16 @@ void check_sizes(const Model& model) {
                                                 : static_cast<double>(model.max_sequences) * longest;
     const double bytes = token_bytes * (packed + model.max_sequences * window_tokens);
     if (!(bytes < limit)) {
-        refuse_argument("max_sequences ", model.max_sequences, ", max_tokens ", model.max_tokens, " and pool_tokens ",
-                        model.pool_tokens, " may need 2^62 bytes or more, which 64-bit sizes do not hold");
+        refuse_argument("max_sequences ", model.max_sequences, ", max_tokens ", model.max_tokens,
+                        " and pool_tokens ", model.pool_tokens,
+                        " may need 2^62 bytes or more, which 64-bit sizes do not hold");
     }
     const double most_blocks = std::numeric_limits<int32_t>::max();
     const double table_entries = model.max_sequences * (longest / kPageTokens + 1);
     if (packed / kPageTokens > most_blocks || table_entries > 1024 * most_blocks) {
-        refuse_argument("max_sequences ", model.max_sequences, ", max_tokens ", model.max_tokens, " and pool_tokens ",
-                        model.pool_tokens, " need more than the limit of 2147483647 blocks of ", kPageTokens, " tokens");
+        refuse_argument("max_sequences ", model.max_sequences, ", max_tokens ", model.max_tokens,
+                        " and pool_tokens ", model.pool_tokens,
+                        " need more than the limit of 2147483647 blocks of ", kPageTokens, " tokens");
     }
 }
 
@@ -73,7 +75,8 @@ int default_threads() {
 
 kivi_layer checked_layer(const std::string& name, const kivi_layer& layer) {
     check_reserved_zero(name, layer.reserved);
-    if (layer.kv_heads < 0) refuse_argument(name, ".kv_heads is ", layer.kv_heads, "; it must not be negative");
+    if (layer.kv_heads < 0)
+        refuse_argument(name, ".kv_heads is ", layer.kv_heads, "; it must not be negative");
     if (layer.kv_heads == 0) return kivi_layer{};
     if (layer.q_heads <= 0 || layer.q_heads % layer.kv_heads != 0) {
         refuse_argument(name, ".q_heads is ", layer.q_heads, "; it must be a positive multiple of kv_heads, ",
@@ -97,9 +100,10 @@ kivi_spec checked_spec(const std::string& name, const kivi_spec& spec, Part part
         refuse_argument(field, "transform is ", spec.transform, "; supported are 0 (none) and 1 (Hadamard)");
     }
     if (spec.bits == 16) {
-        if (spec.axis != 0 || spec.group != 0 || spec.range != 0 || spec.range_ratio != 0 || spec.param_dtype != 0 ||
-            spec.rounding != 0) {
-            refuse_argument(field, "bits is 16: axis, group, range, range_ratio, param_dtype and rounding must be 0");
+        if (spec.axis != 0 || spec.group != 0 || spec.range != 0 || spec.range_ratio != 0 ||
+            spec.param_dtype != 0 || spec.rounding != 0) {
+            refuse_argument(
+                field, "bits is 16: axis, group, range, range_ratio, param_dtype and rounding must be 0");
         }
         return spec;
     }
@@ -110,12 +114,13 @@ kivi_spec checked_spec(const std::string& name, const kivi_spec& spec, Part part
     }
     const bool whole_head = spec.axis == KIVI_AXIS_TOKEN && spec.group == KIVI_GROUP_HEAD;
     if (!whole_head && !is_one_of(spec.group, {32, 64, 128})) {
-        refuse_argument(field, "group is ", spec.group, "; supported are 32, 64, 128 and, on the token axis, ",
-                        KIVI_GROUP_HEAD, " (the whole head)");
+        refuse_argument(field, "group is ", spec.group,
+                        "; supported are 32, 64, 128 and, on the token axis, ", KIVI_GROUP_HEAD,
+                        " (the whole head)");
     }
     if (spec.axis == KIVI_AXIS_TOKEN && spec.group > dim) {
-        refuse_argument(field, "group is ", spec.group, ", larger than the head dim ", dim, "; use ", KIVI_GROUP_HEAD,
-                        " for the whole head");
+        refuse_argument(field, "group is ", spec.group, ", larger than the head dim ", dim, "; use ",
+                        KIVI_GROUP_HEAD, " for the whole head");
     }
     if (spec.range == KIVI_RANGE_MINMAX) {
         if (spec.range_ratio != 0) {
@@ -129,20 +134,24 @@ kivi_spec checked_spec(const std::string& name, const kivi_spec& spec, Part part
         refuse_argument(field, "range is ", spec.range, "; supported are 0 (min-max) and 1 (ratio)");
     }
     if (!is_one_of(spec.param_dtype, {0, KIVI_F16, KIVI_F32})) {
-        refuse_argument(field, "param_dtype is ", spec.param_dtype,
-                        "; supported are 0 and 2 (f16) and 1 (f32); bf16 would lose the min of offset channels");
+        refuse_argument(
+            field, "param_dtype is ", spec.param_dtype,
+            "; supported are 0 and 2 (f16) and 1 (f32); bf16 would lose the min of offset channels");
     }
     if (spec.param_dtype == 0) checked.param_dtype = KIVI_F16;
     if (spec.rounding == KIVI_ROUND_QUERY_AWARE) {
         if (part != Part::key) refuse_argument(field, "rounding is query-aware, which only keys can be");
         if (spec.axis != KIVI_AXIS_CHANNEL) {
-            refuse_argument(field, "rounding is query-aware, which needs the channel axis (1); axis is ", spec.axis);
+            refuse_argument(field, "rounding is query-aware, which needs the channel axis (1); axis is ",
+                            spec.axis);
         }
         if (spec.range != KIVI_RANGE_MINMAX) {
-            refuse_argument(field, "rounding is query-aware, which needs min-max ranges (0); range is ", spec.range);
+            refuse_argument(field, "rounding is query-aware, which needs min-max ranges (0); range is ",
+                            spec.range);
         }
     } else if (spec.rounding != KIVI_ROUND_NEAREST) {
-        refuse_argument(field, "rounding is ", spec.rounding, "; supported are 0 (nearest) and 1 (query-aware)");
+        refuse_argument(field, "rounding is ", spec.rounding,
+                        "; supported are 0 (nearest) and 1 (query-aware)");
     }
     return checked;
 }
@@ -162,17 +171,19 @@ Windows checked_windows(int64_t sink, int64_t recent, int64_t flush, int32_t sch
     }
 
     if (schedule == KIVI_SCHEDULE_PUBLISHED) {
-        if (sink != 0) refuse_argument("sink is ", sink, "; the published schedule keeps none, so it must be 0");
+        if (sink != 0)
+            refuse_argument("sink is ", sink, "; the published schedule keeps none, so it must be 0");
         if (recent < 1) refuse_argument("recent is ", recent, "; the published schedule needs at least 1");
         for (const kivi_layer& layer : layers) {
             if (layer.kv_heads > 0 && layer.v.bits < 16 && layer.v.axis != KIVI_AXIS_TOKEN) {
-                refuse_argument("v.axis is ", layer.v.axis,
-                                "; the published schedule packs values one token at a time and needs the token axis (2)");
+                refuse_argument(
+                    "v.axis is ", layer.v.axis,
+                    "; the published schedule packs values one token at a time and needs the token axis (2)");
             }
         }
         if (recent % unit != 0) {
-            refuse_argument("recent is ", recent, "; in the published schedule it must be a multiple of the key group, ",
-                            unit);
+            refuse_argument("recent is ", recent,
+                            "; in the published schedule it must be a multiple of the key group, ", unit);
         }
         return Windows{0, recent, recent, unit, schedule};
     }
@@ -205,20 +216,25 @@ Model make_model(const kivi_config& config) {
         refuse_argument("device is ", config.device, "; supported are 1 (CPU) and 2 (CUDA)");
     }
     if (config.device_id < 0 || (config.device == KIVI_CPU && config.device_id != 0)) {
-        refuse_argument("device_id is ", config.device_id, "; it must be ", config.device == KIVI_CPU ? "0 on the CPU"
-                                                                                                      : "0 or more");
+        refuse_argument("device_id is ", config.device_id, "; it must be ",
+                        config.device == KIVI_CPU ? "0 on the CPU" : "0 or more");
     }
-    if (config.max_sequences < 1) refuse_argument("max_sequences is ", config.max_sequences, "; it must be at least 1");
-    if (config.max_tokens < 1) refuse_argument("max_tokens is ", config.max_tokens, "; it must be at least 1");
-    if (config.pool_tokens < 0) refuse_argument("pool_tokens is ", config.pool_tokens, "; it must not be negative");
-    if (config.layer_count < 1) refuse_argument("layer_count is ", config.layer_count, "; it must be at least 1");
+    if (config.max_sequences < 1)
+        refuse_argument("max_sequences is ", config.max_sequences, "; it must be at least 1");
+    if (config.max_tokens < 1)
+        refuse_argument("max_tokens is ", config.max_tokens, "; it must be at least 1");
+    if (config.pool_tokens < 0)
+        refuse_argument("pool_tokens is ", config.pool_tokens, "; it must not be negative");
+    if (config.layer_count < 1)
+        refuse_argument("layer_count is ", config.layer_count, "; it must be at least 1");
     if (config.threads < 0 || config.threads > kMostThreads) {
         refuse_argument("threads is ", config.threads, "; it must be from 0 (one a core) to ", kMostThreads);
     }
     const uint64_t unknown_flags = config.flags & ~static_cast<uint64_t>(KIVI_CACHE_REFERENCE);
     if (unknown_flags != 0) refuse_argument("flags has unknown bits ", unknown_flags);
     if ((config.flags & KIVI_CACHE_REFERENCE) != 0 && config.device != KIVI_CPU) {
-        refuse_argument("flags asks for the reference backend, which device ", config.device, " does not have");
+        refuse_argument("flags asks for the reference backend, which device ", config.device,
+                        " does not have");
     }
     if (reinterpret_cast<uintptr_t>(config.layers) % alignof(kivi_layer) != 0) {
         refuse_argument("layers is not aligned to ", alignof(kivi_layer), " bytes");

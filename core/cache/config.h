@@ -15,7 +15,7 @@ Model make_model(const kivi_config& config);
 // Rules of one layer; `name` stands in the sentences. An absent one becomes all zero.
 kivi_layer checked_layer(const std::string& name, const kivi_layer& layer);
 
-// Rules of one tensor's spec; `name` stands in the sentence ("layer 3: k"). Returns it with defaults filled in.
+// Rules of one tensor's spec; `name` stands in the sentences. Returns it with defaults filled in.
 kivi_spec checked_spec(const std::string& name, const kivi_spec& spec, Part part, int dim);
 
 // Rules of the windows, for the specs of the layers given. Returns them with the unit filled in.

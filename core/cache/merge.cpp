@@ -16,7 +16,8 @@ int64_t element(const View& view, int64_t row, int64_t token, int64_t head) {
 
 // Merges the parts of one query head. All values of a channel are read before its result is written, so out
 // may be one of the parts.
-void merge_head(const MergeCall& call, int64_t row, int64_t token, int64_t head, std::vector<double>& weights) {
+void merge_head(const MergeCall& call, int64_t row, int64_t token, int64_t head,
+                std::vector<double>& weights) {
     const double none = -std::numeric_limits<double>::infinity();
     const size_t parts = call.outs.size();
     double largest = none;
@@ -67,7 +68,8 @@ void merge_head(const MergeCall& call, int64_t row, int64_t token, int64_t head,
     }
     if (call.lse) {
         const double lse = live == 0 ? none : largest + std::log(parts_sum);
-        store_element(call.lse.data, call.lse.dtype, element(call.lse, row, token, head), static_cast<float>(lse));
+        store_element(call.lse.data, call.lse.dtype, element(call.lse, row, token, head),
+                      static_cast<float>(lse));
     }
 }
 

@@ -12,11 +12,11 @@ struct MergeCall {
     std::vector<View> lses;
     const float* learned_sinks = nullptr;  // [heads] or NULL
     View out;
-    View lse;                              // or empty
+    View lse;  // or empty
 };
 
-// out = sum w_i out_i with w_i = exp(lse_i) / sum_j exp(lse_j). Parts whose LSE is -infinity are left out, and a
-// lone part without learned sinks passes unchanged.
+// out = sum w_i out_i with w_i = exp(lse_i) / sum_j exp(lse_j). Parts whose LSE is -infinity are left
+// out, and a lone part without learned sinks passes unchanged.
 void merge_parts(const MergeCall& call);
 
 }  // namespace kivi

@@ -50,24 +50,27 @@ std::vector<float> moments_in_stored_basis(const View& m, const kivi_layer& laye
         for (int i = 0; i < dim; i++) {
             for (int j = 0; j < dim; j++) {
                 const double x = load_element(m.data, m.dtype, head * m.token_stride + i * m.head_stride + j);
-                if (!std::isfinite(x)) refuse_argument("m[", head, "][", i, "][", j, "] is ", x, "; it must be finite");
+                if (!std::isfinite(x))
+                    refuse_argument("m[", head, "][", i, "][", j, "] is ", x, "; it must be finite");
                 given[static_cast<size_t>(i) * dim + j] = x;
             }
         }
         for (int i = 0; i < dim; i++) {
             const double diagonal = given[static_cast<size_t>(i) * dim + i];
             if (!(diagonal > 0)) {
-                refuse_argument("m[", head, "][", i, "][", i, "] is ", diagonal, "; the diagonal must be positive");
+                refuse_argument("m[", head, "][", i, "][", i, "] is ", diagonal,
+                                "; the diagonal must be positive");
             }
         }
         for (int i = 0; i < dim; i++) {
             for (int j = 0; j < dim; j++) {
-                const double a = given[static_cast<size_t>(i) * dim + j], b = given[static_cast<size_t>(j) * dim + i];
+                const double a = given[static_cast<size_t>(i) * dim + j],
+                             b = given[static_cast<size_t>(j) * dim + i];
                 const double scale = std::sqrt(given[static_cast<size_t>(i) * dim + i] *
                                                given[static_cast<size_t>(j) * dim + j]);
                 if (std::fabs(a - b) > kSymmetry * scale) {
-                    refuse_argument("m[", head, "][", i, "][", j, "] is ", a, " and m[", head, "][", j, "][", i,
-                                    "] is ", b, "; the matrix must be symmetric");
+                    refuse_argument("m[", head, "][", i, "][", j, "] is ", a, " and m[", head, "][", j, "][",
+                                    i, "] is ", b, "; the matrix must be symmetric");
                 }
                 matrix[static_cast<size_t>(i) * dim + j] = 0.5 * (a + b);
             }
@@ -150,7 +153,8 @@ MomentTables read_moments_blob(const kivi_layer& layer, const uint8_t* blob, siz
     tables.queries = from.get<int64_t>();
     const auto match = [](const char* what, int64_t blob_has, int64_t layer_has) {
         if (blob_has != layer_has) {
-            refuse(KIVI_ERROR_MISMATCH, "the moments blob's ", what, " is ", blob_has, "; the layer has ", layer_has);
+            refuse(KIVI_ERROR_MISMATCH, "the moments blob's ", what, " is ", blob_has, "; the layer has ",
+                   layer_has);
         }
     };
     match("format version", version, kVersion);
@@ -158,7 +162,8 @@ MomentTables read_moments_blob(const kivi_layer& layer, const uint8_t* blob, siz
     match("key_dim", dim, layer.key_dim);
     if (heads != 1) match("kv_heads", heads, layer.kv_heads);
     if (reserved || tables.queries < 0) corrupt("reserved fields are not zero");
-    if (bytes != kHeaderBytes + heads * head_bytes(dim) + kCrcBytes) corrupt("its payload has the wrong size");
+    if (bytes != kHeaderBytes + heads * head_bytes(dim) + kCrcBytes)
+        corrupt("its payload has the wrong size");
 
     const size_t matrix = static_cast<size_t>(dim) * dim;
     tables.means.resize(layer.kv_heads * matrix);
@@ -173,7 +178,8 @@ MomentTables read_moments_blob(const kivi_layer& layer, const uint8_t* blob, siz
         from.get_bytes(table.weights.data(), table.weights.size() * sizeof(float));
         std::vector<bool> seen(dim);
         for (uint16_t channel : table.order) {
-            if (channel >= dim || seen[channel]) corrupt("the coding order of head ", head, " is not a permutation");
+            if (channel >= dim || seen[channel])
+                corrupt("the coding order of head ", head, " is not a permutation");
             seen[channel] = true;
         }
         const auto finite = [](float x) { return std::isfinite(x); };

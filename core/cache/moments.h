@@ -13,13 +13,13 @@ namespace kivi {
 
 // What a moments blob holds.
 struct MomentTables {
-    int64_t queries = 0;         // query rows behind each matrix; 0: the caller set it
-    std::vector<float> means;    // [heads][dim][dim], stored basis
+    int64_t queries = 0;       // query rows behind each matrix; 0: the caller set it
+    std::vector<float> means;  // [heads][dim][dim], stored basis
     std::vector<Feedback> heads;
 };
 
-// The caller's matrices m [heads, dim, dim] as f32, in the stored basis: H m H where keys are transformed and m
-// is not. Refuses what is not finite, not symmetric or has no positive diagonal.
+// The caller's matrices m [heads, dim, dim] as f32, in the stored basis: H m H where keys are transformed and
+// m is not. Refuses what is not finite, not symmetric or has no positive diagonal.
 std::vector<float> moments_in_stored_basis(const View& m, const kivi_layer& layer, bool stored_basis);
 
 // One table a head. Refuses matrices that are not positive definite after damping.

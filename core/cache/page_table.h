@@ -11,13 +11,15 @@ class PageTable {
     PageTable(int32_t sequences, int64_t blocks_per_sequence, int64_t blocks);
 
     // Blocks of page 0, 1, ... of the sequence; count() of them are valid.
-    const int32_t* blocks(int32_t sequence) const { return entries_.data() + sequence * blocks_per_sequence_; }
+    const int32_t* blocks(int32_t sequence) const {
+        return entries_.data() + sequence * blocks_per_sequence_;
+    }
     int64_t count(int32_t sequence) const { return counts_[sequence]; }
     int64_t total() const { return static_cast<int64_t>(references_.size()); }
     int64_t free() const { return static_cast<int64_t>(free_.size()); }
     int64_t used() const { return total() - free(); }
 
-    // Gives the sequence `count` blocks, more or fewer than it has. The caller has checked that enough are free.
+    // Gives the sequence `count` blocks, more or fewer than it has; enough of them are free.
     void resize(int32_t sequence, int64_t count);
     // Enlarges the pool: prepare takes the memory and may fail, add_blocks then cannot.
     void prepare(int64_t more);

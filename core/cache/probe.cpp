@@ -57,7 +57,8 @@ void code_row(const kivi_spec& spec, int dim, const Feedback* feedback, const fl
         std::vector<float> y(row, row + dim);
         encode_row(*feedback, spec.bits, y.data(), scale.data(), min.data(), codes.data());
     } else {
-        for (int c = 0; c < dim; c++) codes[c] = static_cast<uint8_t>(encode(row[c], {scale[c], min[c]}, spec.bits));
+        for (int c = 0; c < dim; c++)
+            codes[c] = static_cast<uint8_t>(encode(row[c], {scale[c], min[c]}, spec.bits));
     }
     for (int c = 0; c < dim; c++) decoded[c] = decode(codes[c], {scale[c], min[c]});
 }
@@ -77,7 +78,8 @@ HeadRows make_rows(const ProbeCall& call, Part part, int head, const Feedback* f
     for (int64_t token = 0; token < call.tokens; token++) {
         double* const exact = &rows.exact[token * dim];
         for (int c = 0; c < dim; c++) {
-            x[c] = load_element(view.data, view.dtype, token * view.token_stride + head * view.head_stride + c);
+            x[c] =
+                load_element(view.data, view.dtype, token * view.token_stride + head * view.head_stride + c);
             exact[c] = x[c];
         }
         if (spec.transform == KIVI_TRANSFORM_HADAMARD) hadamard(exact, dim);
@@ -131,8 +133,8 @@ void add_output(const double* weights, const std::vector<double>& rows, int dim,
     }
 }
 
-// Softmax of scores[begin .. end) after scale and cap, which are applied to the scores in place; weights may not
-// be the scores. Returns the log of the sum of exp(score).
+// Softmax of scores[begin .. end) after scale and cap, which are applied to the scores in place; weights may
+// not be the scores. Returns the log of the sum of exp(score).
 double softmax(const ProbeCall& call, double* scores, int64_t begin, int64_t end, double* weights) {
     double largest = -HUGE_VAL;
     for (int64_t t = begin; t < end; t++) {
@@ -163,7 +165,9 @@ struct Sums {
         kl += other.kl, sparsity += other.sparsity, rows += other.rows;
     }
     kivi_probe_result result() const {
-        const auto relative = [](double error, double of) { return error == 0 ? 0.0 : std::sqrt(error / of); };
+        const auto relative = [](double error, double of) {
+            return error == 0 ? 0.0 : std::sqrt(error / of);
+        };
         const double count = rows > 0 ? static_cast<double>(rows) : 1;
         kivi_probe_result result{};
         result.key_error = relative(key_error, key);
@@ -209,8 +213,8 @@ Sums probe_head(const ProbeCall& call, int head, const Feedback* feedback) {
         const int64_t begin = call.window_left < 0 ? 0 : std::max<int64_t>(0, position - call.window_left);
         const Span span = after_append(call.windows, Span{}, end);
         // Calls visit(rows or columns, from, to) for the parts of begin .. end - 1.
-        const auto shown_parts = [&](Part part, const std::vector<double>& stored, const std::vector<double>& packed,
-                                     const auto& visit) {
+        const auto shown_parts = [&](Part part, const std::vector<double>& stored,
+                                     const std::vector<double>& packed, const auto& visit) {
             const int64_t border = std::min(end, tail_begin(call.windows, span, part));
             const int64_t first = std::clamp(sink, begin, end), second = std::clamp(border, first, end);
             visit(stored, begin, first);
@@ -250,7 +254,8 @@ Sums probe_head(const ProbeCall& call, int head, const Feedback* feedback) {
             sums.sparsity += static_cast<double>(small) / count;
             sums.rows++;
 
-            for (std::vector<double>* out : {&exact, &by_key, &by_value, &shown}) std::fill(out->begin(), out->end(), 0);
+            for (std::vector<double>* out : {&exact, &by_key, &by_value, &shown})
+                std::fill(out->begin(), out->end(), 0);
             add_output(exact_weights.data(), values.exact, value_dim, begin, end, exact.data());
             add_output(shown_weights.data(), values.exact, value_dim, begin, end, by_key.data());
             shown_parts(Part::value, values.stored, values.packed,
@@ -300,8 +305,9 @@ std::vector<float> own_moments(const ProbeCall& call) {
 ProbeAnswer probe(const ProbeCall& call) {
     std::vector<Feedback> tables;
     if (call.layer.k.rounding == KIVI_ROUND_QUERY_AWARE) {
-        tables = make_tables(call.moments ? moments_in_stored_basis(call.moments, call.layer, false) : own_moments(call),
-                             call.layer);
+        tables = make_tables(
+            call.moments ? moments_in_stored_basis(call.moments, call.layer, false) : own_moments(call),
+            call.layer);
     }
     ProbeAnswer answer;
     Sums all;

@@ -8,14 +8,14 @@
 namespace kivi {
 
 struct ProbeCall {
-    kivi_layer layer{};          // heads, dims and checked specs
+    kivi_layer layer{};  // heads, dims and checked specs
     Windows windows;
     int32_t window_dtype = KIVI_F16;
     int64_t queries = 0, tokens = 0;
     View q, k, v;
-    View moments;                // or empty
+    View moments;  // or empty
     double scale = 1;
-    double soft_cap = 0;         // 0: off
+    double soft_cap = 0;  // 0: off
     int64_t window_left = -1;
 };
 

@@ -1,6 +1,5 @@
 // kivi.h compiles as C++, twice, and its functions have C linkage.
 #include "kivi/kivi.h"
-#include "kivi/kivi.h"
 
 extern "C" {
 typedef int32_t version_function(void);

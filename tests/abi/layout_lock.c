@@ -1,15 +1,15 @@
-/* The binary layout of kivi.h, number by number, as released: every size, every offset, every constant. A line
- * that no longer compiles is a break of the ABI. A struct that grows gets lines at its end and a new SIZE. */
+/* The binary layout of kivi.h, number by number, as released: every size, offset and constant. A line that
+ * no longer compiles is a break of the ABI. A struct that grows gets lines at its end and a new SIZE. */
 #include "kivi/kivi.h"
 
 #define LOCK(name, condition) typedef char lock_##name[(condition) ? 1 : -1]
 #define SIZE(type, bytes) LOCK(type##_size, sizeof(type) == (bytes))
 #define FIELD(type, field, offset, bytes) \
-    LOCK(type##_##field, offsetof(type, field) == (offset) && sizeof(((type *)0)->field) == (bytes))
+    LOCK(type##_##field, offsetof(type, field) == (offset) && sizeof(((type*)0)->field) == (bytes))
 #define VALUE(constant, number) LOCK(constant, (constant) == (number))
 
 SIZE(kivi_status, 4);
-SIZE(kivi_stream, sizeof(void *));
+SIZE(kivi_stream, sizeof(void*));
 LOCK(kivi_status_is_signed, (kivi_status)-1 < 0);
 
 SIZE(kivi_tensor, 88);
@@ -215,71 +215,74 @@ VALUE(KIVI_STORED_BASIS, 1);
 
 /* Signatures: a changed one no longer matches its pointer. */
 int32_t (*lock_kivi_version)(void) = kivi_version;
-const char *(*lock_kivi_version_string)(void) = kivi_version_string;
-const char *(*lock_kivi_build_info)(void) = kivi_build_info;
-const char *(*lock_kivi_status_name)(kivi_status status) = kivi_status_name;
-const char *(*lock_kivi_last_error)(void) = kivi_last_error;
-kivi_status (*lock_kivi_batch_init)(kivi_batch *batch, size_t struct_size) = kivi_batch_init;
-kivi_status (*lock_kivi_config_init)(kivi_config *config, size_t struct_size) = kivi_config_init;
+const char* (*lock_kivi_version_string)(void) = kivi_version_string;
+const char* (*lock_kivi_build_info)(void) = kivi_build_info;
+const char* (*lock_kivi_status_name)(kivi_status status) = kivi_status_name;
+const char* (*lock_kivi_last_error)(void) = kivi_last_error;
+kivi_status (*lock_kivi_batch_init)(kivi_batch* batch, size_t struct_size) = kivi_batch_init;
+kivi_status (*lock_kivi_config_init)(kivi_config* config, size_t struct_size) = kivi_config_init;
 int32_t (*lock_kivi_preset_count)(void) = kivi_preset_count;
-kivi_status (*lock_kivi_preset_at)(int32_t index, kivi_preset *preset, size_t struct_size) = kivi_preset_at;
-kivi_status (*lock_kivi_config_preset)(kivi_config *config, const char *name) = kivi_config_preset;
-kivi_status (*lock_kivi_device_count)(int32_t device, int32_t *count) = kivi_device_count;
-kivi_status (*lock_kivi_device_query)(int32_t device, int32_t device_id, kivi_device_info *info, size_t
-    struct_size) = kivi_device_query;
-kivi_status (*lock_kivi_query_support)(const kivi_config *config, int32_t layer, kivi_support *support,
-    size_t struct_size) = kivi_query_support;
-kivi_status (*lock_kivi_cache_estimate)(const kivi_config *config, kivi_memory *memory, size_t struct_size)
-    = kivi_cache_estimate;
-kivi_status (*lock_kivi_cache_create)(const kivi_config *config, kivi_cache **cache) = kivi_cache_create;
-void (*lock_kivi_cache_destroy)(kivi_cache *cache) = kivi_cache_destroy;
-kivi_status (*lock_kivi_cache_reset)(kivi_cache *cache, kivi_stream stream) = kivi_cache_reset;
-kivi_status (*lock_kivi_reserve)(kivi_cache *cache, int64_t tokens, kivi_stream stream) = kivi_reserve;
-kivi_status (*lock_kivi_cache_memory)(const kivi_cache *cache, kivi_memory *memory, size_t struct_size) =
-    kivi_cache_memory;
-kivi_status (*lock_kivi_sequence_reset)(kivi_cache *cache, int32_t sequence, kivi_stream stream) =
-    kivi_sequence_reset;
-kivi_status (*lock_kivi_sequence_length)(const kivi_cache *cache, int32_t layer, int32_t sequence,
-    kivi_length *length, size_t struct_size) = kivi_sequence_length;
-kivi_status (*lock_kivi_query_statistics)(const kivi_cache *cache, int32_t layer, kivi_statistics
-    *statistics, size_t struct_size) = kivi_query_statistics;
-kivi_status (*lock_kivi_append)(kivi_cache *cache, int32_t layer, const kivi_batch *batch, const kivi_tensor
-    *k, const kivi_tensor *v, kivi_stream stream) = kivi_append;
-kivi_status (*lock_kivi_flush_residual)(kivi_cache *cache, int32_t layer, const kivi_batch *batch,
-    kivi_stream stream) = kivi_flush_residual;
-kivi_status (*lock_kivi_attend_params_init)(kivi_attend_params *params, size_t struct_size) =
-    kivi_attend_params_init;
-kivi_status (*lock_kivi_attend)(const kivi_cache *cache, int32_t layer, const kivi_batch *batch, const
-    kivi_tensor *q, const kivi_tensor *out, const kivi_attend_params *params, void *workspace, size_t
-    workspace_bytes, kivi_stream stream) = kivi_attend;
-kivi_status (*lock_kivi_attend_workspace)(const kivi_cache *cache, int32_t layer, int32_t rows, int32_t
-    max_count, size_t *bytes) = kivi_attend_workspace;
-kivi_status (*lock_kivi_merge)(int32_t parts, const kivi_tensor *outs, const kivi_tensor *lses, const float
-    *learned_sinks, const kivi_tensor *out, const kivi_tensor *lse, kivi_stream stream) = kivi_merge;
-kivi_status (*lock_kivi_dequantize)(const kivi_cache *cache, int32_t layer, int32_t sequence, int64_t begin,
-    int64_t end, const kivi_tensor *k, const kivi_tensor *v, uint64_t flags, kivi_stream stream) =
-    kivi_dequantize;
-kivi_status (*lock_kivi_export_size)(const kivi_cache *cache, int32_t sequence, size_t *bytes) =
-    kivi_export_size;
-kivi_status (*lock_kivi_export)(const kivi_cache *cache, int32_t sequence, void *buffer, size_t bytes,
-    size_t *written, kivi_stream stream) = kivi_export;
-kivi_status (*lock_kivi_import)(kivi_cache *cache, int32_t sequence, const void *buffer, size_t bytes,
-    kivi_stream stream) = kivi_import;
-kivi_status (*lock_kivi_moments_accumulate)(kivi_cache *cache, int32_t layer, const kivi_batch *batch, const
-    kivi_tensor *q, kivi_stream stream) = kivi_moments_accumulate;
-kivi_status (*lock_kivi_moments_set)(kivi_cache *cache, int32_t layer, const kivi_tensor *m, uint64_t flags,
-    kivi_stream stream) = kivi_moments_set;
-kivi_status (*lock_kivi_moments_commit)(kivi_cache *cache, int32_t layer, kivi_stream stream) =
-    kivi_moments_commit;
-kivi_status (*lock_kivi_moments_export_size)(const kivi_cache *cache, int32_t layer, size_t *bytes) =
-    kivi_moments_export_size;
-kivi_status (*lock_kivi_moments_export)(const kivi_cache *cache, int32_t layer, void *buffer, size_t bytes,
-    size_t *written) = kivi_moments_export;
-kivi_status (*lock_kivi_moments_import)(kivi_cache *cache, int32_t layer, const void *buffer, size_t bytes,
-    kivi_stream stream) = kivi_moments_import;
-kivi_status (*lock_kivi_probe_params_init)(kivi_probe_params *params, size_t struct_size) =
-    kivi_probe_params_init;
-kivi_status (*lock_kivi_probe)(const kivi_probe_params *params, kivi_probe_result *total, kivi_probe_result
-    *per_head, size_t struct_size) = kivi_probe;
+kivi_status (*lock_kivi_preset_at)(int32_t index, kivi_preset* preset, size_t struct_size) = kivi_preset_at;
+kivi_status (*lock_kivi_config_preset)(kivi_config* config, const char* name) = kivi_config_preset;
+kivi_status (*lock_kivi_device_count)(int32_t device, int32_t* count) = kivi_device_count;
+kivi_status (*lock_kivi_device_query)(int32_t device, int32_t device_id, kivi_device_info* info,
+                                      size_t struct_size) = kivi_device_query;
+kivi_status (*lock_kivi_query_support)(const kivi_config* config, int32_t layer, kivi_support* support,
+                                       size_t struct_size) = kivi_query_support;
+kivi_status (*lock_kivi_cache_estimate)(const kivi_config* config, kivi_memory* memory,
+                                        size_t struct_size) = kivi_cache_estimate;
+kivi_status (*lock_kivi_cache_create)(const kivi_config* config, kivi_cache** cache) = kivi_cache_create;
+void (*lock_kivi_cache_destroy)(kivi_cache* cache) = kivi_cache_destroy;
+kivi_status (*lock_kivi_cache_reset)(kivi_cache* cache, kivi_stream stream) = kivi_cache_reset;
+kivi_status (*lock_kivi_reserve)(kivi_cache* cache, int64_t tokens, kivi_stream stream) = kivi_reserve;
+kivi_status (*lock_kivi_cache_memory)(const kivi_cache* cache, kivi_memory* memory,
+                                      size_t struct_size) = kivi_cache_memory;
+kivi_status (*lock_kivi_sequence_reset)(kivi_cache* cache, int32_t sequence,
+                                        kivi_stream stream) = kivi_sequence_reset;
+kivi_status (*lock_kivi_sequence_length)(const kivi_cache* cache, int32_t layer, int32_t sequence,
+                                         kivi_length* length, size_t struct_size) = kivi_sequence_length;
+kivi_status (*lock_kivi_query_statistics)(const kivi_cache* cache, int32_t layer, kivi_statistics* statistics,
+                                          size_t struct_size) = kivi_query_statistics;
+kivi_status (*lock_kivi_append)(kivi_cache* cache, int32_t layer, const kivi_batch* batch,
+                                const kivi_tensor* k, const kivi_tensor* v, kivi_stream stream) = kivi_append;
+kivi_status (*lock_kivi_flush_residual)(kivi_cache* cache, int32_t layer, const kivi_batch* batch,
+                                        kivi_stream stream) = kivi_flush_residual;
+kivi_status (*lock_kivi_attend_params_init)(kivi_attend_params* params,
+                                            size_t struct_size) = kivi_attend_params_init;
+kivi_status (*lock_kivi_attend)(const kivi_cache* cache, int32_t layer, const kivi_batch* batch,
+                                const kivi_tensor* q, const kivi_tensor* out,
+                                const kivi_attend_params* params, void* workspace, size_t workspace_bytes,
+                                kivi_stream stream) = kivi_attend;
+kivi_status (*lock_kivi_attend_workspace)(const kivi_cache* cache, int32_t layer, int32_t rows,
+                                          int32_t max_count, size_t* bytes) = kivi_attend_workspace;
+kivi_status (*lock_kivi_merge)(int32_t parts, const kivi_tensor* outs, const kivi_tensor* lses,
+                               const float* learned_sinks, const kivi_tensor* out, const kivi_tensor* lse,
+                               kivi_stream stream) = kivi_merge;
+kivi_status (*lock_kivi_dequantize)(const kivi_cache* cache, int32_t layer, int32_t sequence, int64_t begin,
+                                    int64_t end, const kivi_tensor* k, const kivi_tensor* v, uint64_t flags,
+                                    kivi_stream stream) = kivi_dequantize;
+kivi_status (*lock_kivi_export_size)(const kivi_cache* cache, int32_t sequence,
+                                     size_t* bytes) = kivi_export_size;
+kivi_status (*lock_kivi_export)(const kivi_cache* cache, int32_t sequence, void* buffer, size_t bytes,
+                                size_t* written, kivi_stream stream) = kivi_export;
+kivi_status (*lock_kivi_import)(kivi_cache* cache, int32_t sequence, const void* buffer, size_t bytes,
+                                kivi_stream stream) = kivi_import;
+kivi_status (*lock_kivi_moments_accumulate)(kivi_cache* cache, int32_t layer, const kivi_batch* batch,
+                                            const kivi_tensor* q,
+                                            kivi_stream stream) = kivi_moments_accumulate;
+kivi_status (*lock_kivi_moments_set)(kivi_cache* cache, int32_t layer, const kivi_tensor* m, uint64_t flags,
+                                     kivi_stream stream) = kivi_moments_set;
+kivi_status (*lock_kivi_moments_commit)(kivi_cache* cache, int32_t layer,
+                                        kivi_stream stream) = kivi_moments_commit;
+kivi_status (*lock_kivi_moments_export_size)(const kivi_cache* cache, int32_t layer,
+                                             size_t* bytes) = kivi_moments_export_size;
+kivi_status (*lock_kivi_moments_export)(const kivi_cache* cache, int32_t layer, void* buffer, size_t bytes,
+                                        size_t* written) = kivi_moments_export;
+kivi_status (*lock_kivi_moments_import)(kivi_cache* cache, int32_t layer, const void* buffer, size_t bytes,
+                                        kivi_stream stream) = kivi_moments_import;
+kivi_status (*lock_kivi_probe_params_init)(kivi_probe_params* params,
+                                           size_t struct_size) = kivi_probe_params_init;
+kivi_status (*lock_kivi_probe)(const kivi_probe_params* params, kivi_probe_result* total,
+                               kivi_probe_result* per_head, size_t struct_size) = kivi_probe;
 
 int main(void) { return 0; }

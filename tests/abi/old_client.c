@@ -6,30 +6,30 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define CHECK(condition)                                                                     \
-    do {                                                                                     \
-        if (!(condition)) {                                                                  \
-            fprintf(stderr, "line %d: %s: %s\n", __LINE__, #condition, kivi_last_error());   \
-            exit(1);                                                                         \
-        }                                                                                    \
+#define CHECK(condition)                                                                   \
+    do {                                                                                   \
+        if (!(condition)) {                                                                \
+            fprintf(stderr, "line %d: %s: %s\n", __LINE__, #condition, kivi_last_error()); \
+            exit(1);                                                                       \
+        }                                                                                  \
     } while (0)
 
 /* A struct with a canary behind it. */
-#define WITH_CANARY(type, name)    \
-    struct {                       \
-        type it;                   \
-        unsigned char canary[64];  \
-    } name;                        \
+#define WITH_CANARY(type, name)   \
+    struct {                      \
+        type it;                  \
+        unsigned char canary[64]; \
+    } name;                       \
     memset(&name, 0xA5, sizeof name)
 
-static void check_canary(const unsigned char *canary) {
+static void check_canary(const unsigned char* canary) {
     int i;
     for (i = 0; i < 64; i++) CHECK(canary[i] == 0xA5);
 }
 
 enum { TOKENS = 200, HEADS = 2, DIM = 64 };
 
-static kivi_tensor tensor(float *data, int64_t tokens, int64_t heads) {
+static kivi_tensor tensor(float* data, int64_t tokens, int64_t heads) {
     kivi_tensor t;
     memset(&t, 0, sizeof t);
     t.data = data;
@@ -47,10 +47,11 @@ static kivi_tensor tensor(float *data, int64_t tokens, int64_t heads) {
 
 int main(void) {
     static float kv[TOKENS * HEADS * DIM], q[2 * HEADS * DIM], out[2 * HEADS * DIM];
-    kivi_cache *cache = NULL;
-    kivi_tensor k = tensor(kv, TOKENS, HEADS), queries = tensor(q, 1, 2 * HEADS), result = tensor(out, 1, 2 * HEADS);
+    kivi_cache* cache = NULL;
+    kivi_tensor k = tensor(kv, TOKENS, HEADS), queries = tensor(q, 1, 2 * HEADS),
+                result = tensor(out, 1, 2 * HEADS);
     size_t bytes = 0, i;
-    void *workspace;
+    void* workspace;
 
     WITH_CANARY(kivi_config, config);
     WITH_CANARY(kivi_batch, batch);

@@ -21,7 +21,8 @@ const float kNaN = std::numeric_limits<float>::quiet_NaN();
 const std::vector<Refusal>& refusals() {
     static const std::vector<Refusal> all = {
         {"unknown device", [](auto& c) { c.device = 3; }, "device is 3"},
-        {"CUDA in a build without it", [](auto& c) { c.device = KIVI_CUDA; }, "does not have", KIVI_ERROR_UNSUPPORTED},
+        {"CUDA in a build without it", [](auto& c) { c.device = KIVI_CUDA; }, "does not have",
+         KIVI_ERROR_UNSUPPORTED},
         {"device number on the CPU", [](auto& c) { c.device_id = 1; }, "device_id is 1"},
         {"negative device number", [](auto& c) { c.device_id = -1; }, "device_id is -1"},
         {"window dtype", [](auto& c) { c.window_dtype = 4; }, "window_dtype is 4"},
@@ -35,22 +36,44 @@ const std::vector<Refusal>& refusals() {
         {"unknown flag", [](auto& c) { c.flags = 6; }, "flags has unknown bits 6"},
         {"reserved pointer", [](auto& c) { c.reserved[3] = &c; }, "reserved must be zero"},
         {"misaligned layers",
-         [](auto& c) { c.layers = reinterpret_cast<const kivi_layer*>(reinterpret_cast<char*>(&c) + 1); }, "layers is not aligned"},
+         [](auto& c) { c.layers = reinterpret_cast<const kivi_layer*>(reinterpret_cast<char*>(&c) + 1); },
+         "layers is not aligned"},
         {"negative sink", [](auto& c) { c.sink = -32; }, "sink is -32"},
         {"sink off the unit", [](auto& c) { c.sink = 16; }, "sink is 16; it must be a multiple of 32"},
         {"negative recent", [](auto& c) { c.recent = -1; }, "recent is -1"},
         {"no flush unit", [](auto& c) { c.flush = 0; }, "flush is 0"},
         {"flush off the unit", [](auto& c) { c.flush = 48; }, "flush is 48; it must be a multiple of 32"},
         {"unit is the least common multiple",
-         [](auto& c) { c.layer.k.group = 128; c.sink = 128; c.flush = 64; }, "flush is 64; it must be a multiple of 128"},
+         [](auto& c) {
+             c.layer.k.group = 128;
+             c.sink = 128;
+             c.flush = 64;
+         },
+         "flush is 64; it must be a multiple of 128"},
         {"unknown schedule", [](auto& c) { c.schedule = 2; }, "schedule is 2"},
-        {"published with sinks", [](auto& c) { c.schedule = KIVI_SCHEDULE_PUBLISHED; }, "sink is 32; the published schedule"},
+        {"published with sinks", [](auto& c) { c.schedule = KIVI_SCHEDULE_PUBLISHED; },
+         "sink is 32; the published schedule"},
         {"published without recent",
-         [](auto& c) { c.schedule = KIVI_SCHEDULE_PUBLISHED; c.sink = 0; c.recent = 0; }, "recent is 0"},
+         [](auto& c) {
+             c.schedule = KIVI_SCHEDULE_PUBLISHED;
+             c.sink = 0;
+             c.recent = 0;
+         },
+         "recent is 0"},
         {"published off the key group",
-         [](auto& c) { c.schedule = KIVI_SCHEDULE_PUBLISHED; c.sink = 0; c.recent = 100; }, "recent is 100; in the published"},
+         [](auto& c) {
+             c.schedule = KIVI_SCHEDULE_PUBLISHED;
+             c.sink = 0;
+             c.recent = 100;
+         },
+         "recent is 100; in the published"},
         {"published with values by channel",
-         [](auto& c) { c.schedule = KIVI_SCHEDULE_PUBLISHED; c.sink = 0; c.layer.v.axis = KIVI_AXIS_CHANNEL; }, "v.axis is 1"},
+         [](auto& c) {
+             c.schedule = KIVI_SCHEDULE_PUBLISHED;
+             c.sink = 0;
+             c.layer.v.axis = KIVI_AXIS_CHANNEL;
+         },
+         "v.axis is 1"},
         {"negative heads", [](auto& c) { c.layer.kv_heads = -1; }, "kv_heads is -1"},
         {"nothing kept", [](auto& c) { c.layer.kv_heads = 0; }, "kv_heads is 0 in every layer"},
         {"query heads no multiple", [](auto& c) { c.layer.q_heads = 5; }, "q_heads is 5"},
@@ -64,27 +87,60 @@ const std::vector<Refusal>& refusals() {
         {"value bits", [](auto& c) { c.layer.v.bits = 0; }, "layer.v.bits is 0"},
         {"key axis", [](auto& c) { c.layer.k.axis = 0; }, "layer.k.axis is 0"},
         {"key group", [](auto& c) { c.layer.k.group = 16; }, "layer.k.group is 16"},
-        {"whole head on the channel axis", [](auto& c) { c.layer.k.group = KIVI_GROUP_HEAD; }, "layer.k.group is -1"},
-        {"group above the head dim", [](auto& c) { c.layer.v.group = 128; }, "layer.v.group is 128, larger than the head dim 64"},
+        {"whole head on the channel axis", [](auto& c) { c.layer.k.group = KIVI_GROUP_HEAD; },
+         "layer.k.group is -1"},
+        {"group above the head dim", [](auto& c) { c.layer.v.group = 128; },
+         "layer.v.group is 128, larger than the head dim 64"},
         {"range", [](auto& c) { c.layer.k.range = 2; }, "layer.k.range is 2"},
-        {"ratio with min-max", [](auto& c) { c.layer.k.range_ratio = 0.5f; }, "range_ratio is 0.5; it must be 0"},
-        {"ratio of zero", [](auto& c) { c.layer.k.range = KIVI_RANGE_RATIO; }, "range_ratio is 0; it must be above 0"},
-        {"ratio above one", [](auto& c) { c.layer.k.range = KIVI_RANGE_RATIO; c.layer.k.range_ratio = 1.5f; }, "range_ratio is 1.5"},
-        {"ratio NaN", [](auto& c) { c.layer.k.range = KIVI_RANGE_RATIO; c.layer.k.range_ratio = kNaN; }, "range_ratio is"},
+        {"ratio with min-max", [](auto& c) { c.layer.k.range_ratio = 0.5f; },
+         "range_ratio is 0.5; it must be 0"},
+        {"ratio of zero", [](auto& c) { c.layer.k.range = KIVI_RANGE_RATIO; },
+         "range_ratio is 0; it must be above 0"},
+        {"ratio above one",
+         [](auto& c) {
+             c.layer.k.range = KIVI_RANGE_RATIO;
+             c.layer.k.range_ratio = 1.5f;
+         },
+         "range_ratio is 1.5"},
+        {"ratio NaN",
+         [](auto& c) {
+             c.layer.k.range = KIVI_RANGE_RATIO;
+             c.layer.k.range_ratio = kNaN;
+         },
+         "range_ratio is"},
         {"bf16 parameters", [](auto& c) { c.layer.k.param_dtype = KIVI_BF16; }, "param_dtype is 3"},
         {"transform", [](auto& c) { c.layer.v.transform = 2; }, "layer.v.transform is 2"},
         {"rounding", [](auto& c) { c.layer.k.rounding = 2; }, "layer.k.rounding is 2"},
-        {"query-aware values", [](auto& c) { c.layer.v.rounding = KIVI_ROUND_QUERY_AWARE; }, "which only keys can be"},
+        {"query-aware values", [](auto& c) { c.layer.v.rounding = KIVI_ROUND_QUERY_AWARE; },
+         "which only keys can be"},
         {"query-aware by token",
-         [](auto& c) { c.layer.k.rounding = KIVI_ROUND_QUERY_AWARE; c.layer.k.axis = KIVI_AXIS_TOKEN; }, "needs the channel axis"},
+         [](auto& c) {
+             c.layer.k.rounding = KIVI_ROUND_QUERY_AWARE;
+             c.layer.k.axis = KIVI_AXIS_TOKEN;
+         },
+         "needs the channel axis"},
         {"query-aware with a ratio",
-         [](auto& c) { c.layer.k.rounding = KIVI_ROUND_QUERY_AWARE; c.layer.k.range = KIVI_RANGE_RATIO; c.layer.k.range_ratio = 0.9f; },
+         [](auto& c) {
+             c.layer.k.rounding = KIVI_ROUND_QUERY_AWARE;
+             c.layer.k.range = KIVI_RANGE_RATIO;
+             c.layer.k.range_ratio = 0.9f;
+         },
          "needs min-max ranges"},
         {"16 bits with an axis", [](auto& c) { c.layer.k.bits = 16; }, "layer.k.bits is 16: axis"},
         {"sizes past 64 bits",
-         [](auto& c) { c.max_sequences = INT32_MAX; c.max_tokens = INT64_MAX; }, "may need 2^62 bytes"},
+         [](auto& c) {
+             c.max_sequences = INT32_MAX;
+             c.max_tokens = INT64_MAX;
+         },
+         "may need 2^62 bytes"},
         {"blocks past 32 bits",
-         [](auto& c) { c.layer_count = 1; c.max_sequences = 1; c.max_tokens = int64_t{1} << 40; c.layer.kv_heads = c.layer.q_heads = 1; c.layer.key_dim = c.layer.value_dim = 64; },
+         [](auto& c) {
+             c.layer_count = 1;
+             c.max_sequences = 1;
+             c.max_tokens = int64_t{1} << 40;
+             c.layer.kv_heads = c.layer.q_heads = 1;
+             c.layer.key_dim = c.layer.value_dim = 64;
+         },
          "more than the limit of 2147483647 blocks"},
     };
     return all;
@@ -118,17 +174,35 @@ TEST_CASE("what kivi-reference and the design call valid is accepted") {
         {"three bits", [](auto& c) { c.layer.k.bits = c.layer.v.bits = 3; }},
         {"no recent window", [](auto& c) { c.recent = 0; }},
         {"recent off the group", [](auto& c) { c.recent = 37; }},
-        {"no channel groups, any flush", [](auto& c) { c.layer.k.axis = KIVI_AXIS_TOKEN; c.sink = 5; c.flush = 7; }},
+        {"no channel groups, any flush",
+         [](auto& c) {
+             c.layer.k.axis = KIVI_AXIS_TOKEN;
+             c.sink = 5;
+             c.flush = 7;
+         }},
         {"whole head", [](auto& c) { c.layer.v.group = KIVI_GROUP_HEAD; }},
-        {"short last group", [](auto& c) { c.layer.value_dim = 80; c.layer.v.group = 64; }},
+        {"short last group",
+         [](auto& c) {
+             c.layer.value_dim = 80;
+             c.layer.v.group = 64;
+         }},
         {"values by channel", [](auto& c) { c.layer.v.axis = KIVI_AXIS_CHANNEL; }},
         {"f32 parameters", [](auto& c) { c.layer.k.param_dtype = KIVI_F32; }},
         {"bf16 windows", [](auto& c) { c.window_dtype = KIVI_BF16; }},
-        {"Hadamard at 16 bits", [](auto& c) { c.layer.k = kivi_spec{}; c.layer.k.bits = 16; c.layer.k.transform = 1; }},
+        {"Hadamard at 16 bits",
+         [](auto& c) {
+             c.layer.k = kivi_spec{};
+             c.layer.k.bits = 16;
+             c.layer.k.transform = 1;
+         }},
         {"ratio 7 to 1", [](auto& c) { c.layer.q_heads = 14; }},
         {"largest dim", [](auto& c) { c.layer.key_dim = 512; }},
         {"smallest dim", [](auto& c) { c.layer.key_dim = 8; }},
-        {"keys and values of different dims", [](auto& c) { c.layer.key_dim = 192; c.layer.value_dim = 128; }},
+        {"keys and values of different dims",
+         [](auto& c) {
+             c.layer.key_dim = 192;
+             c.layer.value_dim = 128;
+         }},
         {"the reference", [](auto& c) { c.flags = KIVI_CACHE_REFERENCE; }},
     };
     for (const auto& [what, change] : valid) {
@@ -177,7 +251,7 @@ TEST_CASE("fault 43: a config serves two caches and is not written") {
 }
 
 TEST_CASE("presets are those of the design, with their bits per element") {
-    const std::pair<const char*, double> presets[] = {{"k3v2", 3.0}, {"kivi2-sink", 3.0}, {"k4v2", 3.5},
+    const std::pair<const char*, double> presets[] = {{"k3v2", 3.0},  {"kivi2-sink", 3.0},  {"k4v2", 3.5},
                                                       {"kivi4", 5.0}, {"kivi2-paper", 3.0}, {"f16", 16.0}};
     REQUIRE(kivi_preset_count() == 6);
     for (int i = 0; i < 6; i++) {

@@ -1,5 +1,5 @@
-// Handles that are NULL, foreign or destroyed are refused without being followed; a cache in conflicting use is
-// refused, not corrupted. [DESTROY-1] [THREAD-1]
+// Handles that are NULL, foreign or destroyed are refused without being followed; a cache in conflicting use
+// is refused, not corrupted. [DESTROY-1] [THREAD-1]
 #include "cache_support.h"
 
 #include <atomic>
@@ -13,8 +13,9 @@ using namespace kivi_test;
 TEST_CASE("NULL, misaligned and foreign pointers are no handles") {
     alignas(64) char foreign[256] = {};
     const TestCache cache(small_config());
-    kivi_cache* const fakes[] = {nullptr, reinterpret_cast<kivi_cache*>(foreign), reinterpret_cast<kivi_cache*>(64),
-                                 reinterpret_cast<kivi_cache*>(reinterpret_cast<char*>(static_cast<kivi_cache*>(cache)) + 8)};
+    kivi_cache* const fakes[] = {
+        nullptr, reinterpret_cast<kivi_cache*>(foreign), reinterpret_cast<kivi_cache*>(64),
+        reinterpret_cast<kivi_cache*>(reinterpret_cast<char*>(static_cast<kivi_cache*>(cache)) + 8)};
     for (kivi_cache* fake : fakes) {
         CHECK(kivi_cache_reset(fake, nullptr) == KIVI_ERROR_INVALID_ARGUMENT);
         size_t bytes;

@@ -22,7 +22,8 @@ TEST_CASE("a lone sequence takes the blocks in order and gives them back") {
 
 TEST_CASE("no block belongs to two sequences, whatever the order of growing and shrinking") {
     PageTable table(4, 16, 40);
-    const int64_t steps[][2] = {{0, 9}, {1, 16}, {2, 3}, {0, 2}, {3, 12}, {1, 4}, {2, 16}, {0, 7}, {3, 0}, {3, 1}};
+    const int64_t steps[][2] = {{0, 9}, {1, 16}, {2, 3}, {0, 2}, {3, 12},
+                                {1, 4}, {2, 16}, {0, 7}, {3, 0}, {3, 1}};
     for (const auto& step : steps) {
         table.resize(static_cast<int32_t>(step[0]), step[1]);
         std::set<int32_t> held;

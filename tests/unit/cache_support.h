@@ -134,6 +134,8 @@ class TestCache {
 };
 
 inline std::string error() { return kivi_last_error(); }
-inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+inline bool contains(const std::string& text, const std::string& part) {
+    return text.find(part) != std::string::npos;
+}
 
 }  // namespace kivi_test
