@@ -346,7 +346,7 @@ typedef struct kivi_statistics {
     int64_t packed_tokens;   /* keys packed, over all sequences */
     int64_t blocks_used;     /* of the whole cache, whatever the layer */
     int64_t blocks_free;
-    int64_t saturated_rows;  /* rows whose Hadamard left the range of window_dtype and were clamped */
+    int64_t saturated_rows;  /* rows with finite values beyond the range of window_dtype, clamped */
     int32_t key_rounding;    /* enum kivi_rounding that packs now: nearest until moments are committed */
     int32_t moments;         /* 0 none, 1 accumulated, 2 committed */
     int64_t moment_queries;  /* query rows accumulated for each KV head */
@@ -362,7 +362,8 @@ KIVI_API kivi_status kivi_query_statistics(const kivi_cache *cache, int32_t laye
 /* ---- Work: append, flush, attend ------------------------------------------------------------------- */
 
 /* Appends counts[r] tokens to each sequence of the batch. k [rows, tokens, kv_heads, key_dim],
- * v [rows, tokens, kv_heads, value_dim], any dtype, converted to window_dtype with ties to even.
+ * v [rows, tokens, kv_heads, value_dim], any dtype, converted to window_dtype with ties to even; finite
+ * values beyond its range, before or after a Hadamard, are clamped to it and their rows counted.
  * KIVI_ERROR_CAPACITY if a sequence would pass max_tokens or the pool is exhausted: nothing is appended
  * to any row. [APPEND-1] The first layer that appends a token reserves the blocks of all layers.
  * [APPEND-2] NaN and infinities damage their own token and its groups only. */
