@@ -163,3 +163,22 @@ def test_probe_sees_outlier_channels(rng):
     assert per_axis["channel"].attention_kl < per_axis["token"].attention_kl
     with pytest.raises(kivi.InvalidArgumentError):
         kivi.probe(q[:, :3], k, v, key, value)
+
+
+def test_work_of_no_length(cache):
+    """No rows, no tokens, empty lists: nothing happens, and the shapes come back."""
+    def zeros(*shape):
+        return numpy.zeros(shape, numpy.float32)
+
+    cache.append(0, zeros(0, 3, 2, 64), zeros(0, 3, 2, 64))
+    cache.append(0, zeros(2, 0, 2, 64), zeros(2, 0, 2, 64))
+    cache.append(0, zeros(0, 2, 64), zeros(0, 2, 64))
+    cache.append(0, zeros(5, 2, 64), zeros(5, 2, 64), sequences=[], counts=[])
+    cache.append(0, zeros(5, 2, 64), zeros(5, 2, 64), sequences=[1], counts=[0])
+    assert cache.statistics().tokens == 0
+    assert cache.attend(0, zeros(0, 1, 4, 64)).shape == (0, 1, 4, 64)
+    assert cache.attend(0, zeros(2, 0, 4, 64)).shape == (2, 0, 4, 64)
+    lse = zeros(1, 4)
+    assert not cache.attend(0, numpy.ones((1, 4, 64), numpy.float32), lse=lse).any()
+    assert (lse == -numpy.inf).all()
+    assert [part.shape for part in cache.dequantize(0, 0)] == [(0, 2, 64), (0, 2, 64)]

@@ -31,6 +31,10 @@ def run(program):
     "del sys.modules['kivi'], sys.modules['kivi._native']",
     "import atexit; atexit.register(cache.close); cache.close()",
     "import threading; threading.Thread(target=cache.attend, args=(0, k)).start()",
+    # A daemon thread is inside the library when the interpreter goes.
+    "import threading, time; q = numpy.ones((4096, 2, 64), numpy.float32)\n"
+    "threading.Thread(target=lambda: [cache.attend(0, q) for _ in range(10**6)], daemon=True).start()\n"
+    "time.sleep(0.05)",
     "cache.loop = [cache]",                             # freed by the cycle collector at exit, if at all
 ])
 def test_fault_109_nothing_is_printed_at_exit(ending):

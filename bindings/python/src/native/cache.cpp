@@ -98,8 +98,10 @@ void Cache::close() {
     }
     kivi_cache* closing = cache_;
     cache_ = nullptr;
-    py::gil_scoped_release unlocked;
-    kivi_cache_destroy(closing);
+    run_unlocked([&] {
+        kivi_cache_destroy(closing);
+        return KIVI_OK;
+    });
 }
 
 kivi_cache* Cache::handle() const {

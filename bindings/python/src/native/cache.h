@@ -6,6 +6,7 @@
 #include "array.h"
 #include "batch.h"
 #include "config.h"
+#include "gil.h"
 
 namespace kivi_python {
 
@@ -14,17 +15,6 @@ void* stream_of(py::handle stream);
 
 // An array of the same library, dtype and device as `like`, filled with zeros.
 py::object zeros_like(py::handle like, const std::vector<int64_t>& shape);
-
-// Runs one library call without the GIL and raises if it fails.
-template <class Call>
-void run_unlocked(Call&& call) {
-    kivi_status status;
-    {
-        py::gil_scoped_release unlocked;
-        status = call();
-    }
-    check(status);
-}
 
 // Work memory of attend, one piece for each call that runs at the same time. A piece grows when a call
 // brings more rows or queries than any before, so a steady loop allocates nothing. Guarded by the GIL.

@@ -8,6 +8,7 @@
 #include "cache.h"
 #include "config.h"
 #include "errors.h"
+#include "gil.h"
 #include "names.h"
 
 namespace kivi_python {
