@@ -79,14 +79,15 @@ class Append {
         for (size_t i = 0; i < store_.dim * dtype_bytes(input_.dtype); i += kLineBytes) __builtin_prefetch(at + i, 0, 2);
     }
 
-    bool take_fast(int64_t position, float* x) const {
-        return row_kernels_ != nullptr && row_kernels_->take(input_.data, input_.dtype, input_at(position), store_.dim,
-                                                             store_.spec.transform, store_.window_dtype, x);
+    bool take_fast(int64_t position, int count, float* x) const {
+        if (row_kernels_ == nullptr) return false;
+        const InputRows rows{input_.data, input_.dtype, input_at(position), input_.token_stride};
+        return row_kernels_->take(rows, count, store_.dim, store_.spec.transform, store_.window_dtype, x);
     }
 
     // A new row to memory in the window dtype.
     void take(int64_t position, uint8_t* to) {
-        if (take_fast(position, rows_)) {
+        if (take_fast(position, 1, rows_)) {
             row_kernels_->store(rows_, store_.window_dtype, store_.dim, to);
         } else {
             saturated_ += take_row_plain(input_.data, input_.dtype, input_at(position), store_.dim,
@@ -94,19 +95,36 @@ class Append {
         }
     }
 
-    // Any row to fp32. False: the packer kernels are not for it.
-    bool fetch(int64_t position, float* x) {
-        if (in_tail(position)) {
-            if (row_kernels_ != nullptr) return row_kernels_->load(tail_row(position), store_.window_dtype, store_.dim, x);
-            load_row_plain(tail_row(position), store_.window_dtype, store_.dim, x);
-            return false;
+    // Rows of the tail, or new ones, to fp32. False: the packer kernels are not for them.
+    bool fetch_tail(int64_t begin, int64_t end, float* x) const {
+        bool fast = row_kernels_ != nullptr;
+        for (int64_t position = begin; position < end; ++position, x += store_.dim) {
+            if (row_kernels_ != nullptr) {
+                fast &= row_kernels_->load(tail_row(position), store_.window_dtype, store_.dim, x);
+            } else {
+                load_row_plain(tail_row(position), store_.window_dtype, store_.dim, x);
+            }
         }
-        if (take_fast(position, x)) return true;
+        return fast;
+    }
+
+    bool fetch_new(int64_t begin, int64_t end, float* x) {
+        for (int64_t position = begin; position < end; ++position) prefetch_next_page(position);
+        if (take_fast(begin, static_cast<int>(end - begin), x)) return true;
         alignas(64) uint8_t taken[kMaxRowBytes];
-        saturated_ += take_row_plain(input_.data, input_.dtype, input_at(position), store_.dim, store_.spec.transform,
-                                     store_.window_dtype, taken);
-        load_row_plain(taken, store_.window_dtype, store_.dim, x);
+        for (int64_t position = begin; position < end; ++position, x += store_.dim) {
+            saturated_ += take_row_plain(input_.data, input_.dtype, input_at(position), store_.dim,
+                                         store_.spec.transform, store_.window_dtype, taken);
+            load_row_plain(taken, store_.window_dtype, store_.dim, x);
+        }
         return false;
+    }
+
+    bool fetch(int64_t begin, int64_t end) {
+        const int64_t border = std::max(begin, std::min(end, row_.before.length));
+        const bool tail = border == begin || fetch_tail(begin, border, rows_);
+        const bool fresh = border == end || fetch_new(border, end, rows_ + (border - begin) * store_.dim);
+        return tail && fresh;
     }
 
     // Positions of one page.
@@ -118,11 +136,7 @@ class Append {
         int first = static_cast<int>(slot % kPageTokens);
         for (int64_t position = begin; position < end;) {
             const int count = static_cast<int>(std::min<int64_t>(step - first % step, end - position));
-            bool fast = pack_kernels_ != nullptr;
-            for (int t = 0; t < count; ++t) {
-                prefetch_next_page(position + t);
-                fast &= fetch(position + t, rows_ + static_cast<int64_t>(t) * store_.dim);
-            }
+            const bool fast = fetch(position, position + count) && pack_kernels_ != nullptr;
             pack_rows(fast, first, count, part);
             position += count;
             first += count;

@@ -9,7 +9,7 @@ namespace kivi::cpu {
 namespace {
 
 constexpr int kMaxDim = 512;
-constexpr int kTokensAtOnce = 32;
+constexpr int kTokensAtOnce = 64;
 
 void put_params(const PageOrder& order, uint8_t* part, int token, int channel, const GroupParams& params) {
     const int32_t dtype = order.spec.param_dtype == KIVI_F32 ? KIVI_F32 : KIVI_F16;
@@ -62,18 +62,17 @@ void pack_token(const TensorStore& store, const float* x, int token, uint8_t* pa
 
 int pack_step(const TensorStore& store) {
     const bool grouped = store.spec.bits != 16 && store.spec.axis == KIVI_AXIS_CHANNEL;
-    return grouped ? store.spec.group : kTokensAtOnce;
+    return grouped ? std::max(store.spec.group, kTokensAtOnce) : kTokensAtOnce;
 }
 
 void pack_rows_plain(const TensorStore& store, const Feedback* feedback, const float* rows, int first, int count,
                      uint8_t* part) {
-    const int step = pack_step(store);
     if (store.spec.bits == 16) {
         for (int64_t i = 0; i < static_cast<int64_t>(count) * store.dim; ++i) {
             store_element(part, store.window_dtype, static_cast<int64_t>(first) * store.dim + i, rows[i]);
         }
     } else if (store.spec.axis == KIVI_AXIS_CHANNEL) {
-        for (int t = 0; t < count; t += step) {
+        for (int t = 0; t < count; t += store.spec.group) {
             pack_channel_group(store, feedback, rows + static_cast<int64_t>(t) * store.dim, first + t, part);
         }
     } else {

@@ -11,7 +11,7 @@
 
 namespace kivi::cpu {
 
-// Most tokens that one call of a packer takes: a whole group, or a few tokens that stay in cache.
+// Most tokens that one call of a packer takes: whole groups, or a few tokens that stay in cache.
 int pack_step(const TensorStore& store);
 
 // `feedback` NULL: nearest rounding.

@@ -117,18 +117,41 @@ void store_params(const float* x, int32_t param_dtype, int count, int64_t stride
     }
 }
 
-// What to divide by: a group without a scale has infinity, which makes every code 0.
-VF divisor_of(VF scale) {
+// Codes by the definition: IEEE division. A scale of 0 has infinity for a divisor, which makes every code 0;
+// NaN (only from infinity over infinity) gives 0 too.
+VU exact_codes(VF y, VF scale, VF min, VF levels) {
     const F32 d;
-    return hn::IfThenElse(hn::Gt(scale, hn::Zero(d)), scale, hn::Inf(d));
-}
-
-// Codes of finite y; NaN (only from infinity over infinity) gives 0.
-VU codes_of(VF y, VF divisor, VF min, VF levels) {
-    const F32 d;
+    const VF divisor = hn::IfThenElse(hn::Gt(scale, hn::Zero(d)), scale, hn::Inf(d));
     const VF steps = hn::Div(hn::Sub(y, min), divisor);
     const VF positive = hn::IfThenElseZero(hn::Gt(steps, hn::Zero(d)), steps);
     return hn::BitCast(U32(), hn::NearestInt(hn::Min(positive, levels)));
+}
+
+// Codes by multiplication with the inverse. Product and quotient differ by less than 3 units in the last place,
+// so they round to the same code unless they come that near to a tie; then `sure` becomes false and the exact
+// codes are needed.
+using Sure = hn::Mask<F32>;
+
+VU quick_codes(VF y, VF inverse, VF min, VF levels, Sure& sure) {
+    const F32 d;
+    constexpr float kNearTie = 0.5f - 0x1p-14f;  // 3 units in the last place of 255
+    const VF steps = hn::Mul(hn::Sub(y, min), inverse);
+    const VF inside = hn::Min(hn::Max(steps, hn::Zero(d)), levels);
+    const auto code = hn::NearestInt(inside);
+    const VF rest = hn::Abs(hn::Sub(inside, hn::ConvertTo(d, code)));
+    sure = hn::And(sure, hn::Le(rest, hn::Set(d, kNearTie)));
+    return hn::BitCast(U32(), code);
+}
+
+VF inverse_of(VF scale) {
+    const F32 d;
+    return hn::IfThenElseZero(hn::Gt(scale, hn::Zero(d)), hn::Div(hn::Set(d, 1.0f), scale));
+}
+
+// Scales whose inverse is a normal number, or 0.
+Sure has_inverse(VF scale) {
+    const F32 d;
+    return hn::Or(hn::Ge(scale, hn::Set(d, 0x1p-100f)), hn::Eq(scale, hn::Zero(d)));
 }
 
 // ---- codes of a unit of bytes to the page ----
@@ -162,27 +185,50 @@ void put_canonical(const TensorStore& store, const uint8_t* codes, int first, in
     }
 }
 
-// v | v >> bits, over lanes of two or four bytes... of the width of D.
-template <int kBits, class D>
-VU8 fold(D d, VU8 v) {
-    const auto wide = hn::BitCast(d, v);
-    return hn::BitCast(U8(), hn::Or(wide, hn::ShiftRight<kBits>(wide)));
-}
-
 // Sixteen codes, one a byte, become the 32-bit lane of one line: half word w, field t = code 2t + w. Both
-// folds leave their result in the lowest two bytes of eight; the last step gathers them.
+// folds leave their result in the lowest two bytes of eight; the look-up gathers them.
 //
 //   bytes   c0 c1 c2 c3 c4 c5 c6 c7 | c8 ...      fold 32: c0+c2 c1+c3 ..   c4+c6 c5+c7 ..
 //                                                 fold 64: c0+c2+c4+c6  c1+c3+c5+c7
 template <int kFold32, int kFold64>
-VU8 gather_lane(VU8 codes) {
-    const hn::Repartition<uint32_t, U8> d32;
-    const hn::Repartition<uint64_t, U8> d64;
+VU8 fold(VU8 codes) {
+    const U8 d8;
     VU8 v = codes;
-    if constexpr (kFold32 > 0) v = fold<kFold32>(d32, v);
-    v = fold<kFold64>(d64, v);
-    HWY_ALIGN static constexpr uint8_t kGather[16] = {0, 8, 1, 9, 2, 10, 3, 11, 0, 8, 1, 9, 2, 10, 3, 11};
-    return hn::TableLookupBytes(v, hn::LoadDup128(U8(), kGather));
+    if constexpr (kFold32 > 0) {
+        const auto wide = hn::BitCast(hn::Repartition<uint32_t, U8>(), v);
+        v = hn::BitCast(d8, hn::Or(wide, hn::ShiftRight<kFold32>(wide)));
+    }
+    const auto wide = hn::BitCast(hn::Repartition<uint64_t, U8>(), v);
+    return hn::BitCast(d8, hn::Or(wide, hn::ShiftRight<kFold64>(wide)));
+}
+
+// The lanes of four tokens side by side in each 16 bytes: bytes kByte, kByte + 8, kByte + 1, kByte + 9 of each.
+template <int kByte>
+VU8 four_lanes(const VU8* folded) {
+    const U8 d8;
+    VU8 lanes = hn::Zero(d8);
+    for (int token = 0; token < 4; ++token) {
+        HWY_ALIGN uint8_t from[16];
+        for (int i = 0; i < 16; ++i) {
+            from[i] = i / 4 == token ? static_cast<uint8_t>(kByte + i % 4 / 2 + i % 2 * 8) : uint8_t{0x80};
+        }
+        lanes = hn::Or(lanes, hn::TableLookupBytesOr0(folded[token], hn::LoadDup128(d8, from)));
+    }
+    return lanes;
+}
+
+// Each 16 bytes to the line of a tile; bits outside `mask` stay.
+void put_lanes(VU8 lanes, int tiles, int64_t stride, uint32_t mask, uint8_t* to) {
+    const U8 d8;
+    const hn::CappedTag<uint32_t, 4> d4;
+    HWY_ALIGN uint8_t blocks[64];
+    hn::Store(lanes, d8, blocks);
+    for (int tile = 0; tile < tiles; ++tile, to += stride) {
+        auto v = hn::Load(d4, reinterpret_cast<const uint32_t*>(blocks + 16 * tile));
+        uint32_t* at = reinterpret_cast<uint32_t*>(to);
+        if (mask != ~0u) v = hn::Or(v, hn::AndNot(hn::Set(d4, mask), hn::LoadU(d4, at)));
+        hn::StoreU(v, d4, at);
+    }
 }
 
 // Channel axis, lanes order: codes [16][dim] of one unit.
@@ -191,35 +237,32 @@ void put_lanes_unit(int dim, const uint8_t* HWY_RESTRICT codes, int unit, uint8_
     const U8 d8;
     const int bytes = static_cast<int>(hn::Lanes(d8));
     const int tiles = dim / kUnit;
-    constexpr int kLines = kBits == 4 ? 2 : 1;
-    uint8_t* lines = part + static_cast<int64_t>(unit) * tiles * kLines * kLineBytes;
+    constexpr int64_t kTileBytes = (kBits == 4 ? 2 : 1) * kLineBytes;
+    uint8_t* lines = part + unit * tiles * kTileBytes;
     uint8_t* thirds = part + (static_cast<int64_t>(kPageTokens / kUnit) + unit / 2) * tiles * kLineBytes;
-    const int even = unit % 2 == 0;
-    HWY_ALIGN uint8_t words[64];
-    for (int t = 0; t < kUnit; ++t) {
+    for (int t = 0; t < kUnit; t += 4) {
         for (int c = 0; c < dim; c += bytes) {
-            const VU8 v = hn::LoadU(d8, codes + static_cast<int64_t>(t) * dim + c);  // the unit has slack behind
             const int here = std::min(bytes, dim - c) / kUnit;
-            uint8_t* line = lines + static_cast<int64_t>(c / kUnit) * kLines * kLineBytes + t * 4;
-            if constexpr (kBits == 4) {
-                hn::Store(gather_lane<0, 28>(v), d8, words);
-                for (int b = 0; b < 2 * here; ++b) std::memcpy(line + b * kLineBytes, words + 16 * (b / 2) + 4 * (b % 2), 4);
-            } else {
-                hn::Store(gather_lane<14, 28>(hn::And(v, hn::Set(d8, 3))), d8, words);
-                for (int b = 0; b < here; ++b) std::memcpy(line + b * kLineBytes, words + 16 * b, 4);
-            }
-            if constexpr (kBits == 3) {
-                const hn::Repartition<uint16_t, U8> d16;
-                const VU8 third = hn::And(hn::BitCast(d8, hn::ShiftRight<2>(hn::BitCast(d16, v))), hn::Set(d8, 1));
-                hn::Store(gather_lane<15, 28>(third), d8, words);
-                uint8_t* at = thirds + static_cast<int64_t>(c / kUnit) * kLineBytes + t * 4;
-                for (int b = 0; b < here; ++b) {
-                    uint32_t word, old;
-                    std::memcpy(&word, words + 16 * b, 4);
-                    std::memcpy(&old, at + b * kLineBytes, 4);
-                    word = even ? (old & 0x33333333u) | word << 2 : (old & 0xCCCCCCCCu) | word;
-                    std::memcpy(at + b * kLineBytes, &word, 4);
+            uint8_t* line = lines + c / kUnit * kTileBytes + t * 4;
+            VU8 folded[4], third[4];
+            for (int i = 0; i < 4; ++i) {
+                const VU8 v = hn::LoadU(d8, codes + static_cast<int64_t>(t + i) * dim + c);  // slack behind the unit
+                if constexpr (kBits == 4) folded[i] = fold<0, 28>(v);
+                if constexpr (kBits < 4) folded[i] = fold<14, 28>(hn::And(v, hn::Set(d8, 3)));
+                if constexpr (kBits == 3) {
+                    const auto pairs = hn::BitCast(hn::Repartition<uint16_t, U8>(), v);
+                    third[i] = fold<15, 28>(hn::And(hn::BitCast(d8, hn::ShiftRight<2>(pairs)), hn::Set(d8, 1)));
                 }
+            }
+            put_lanes(four_lanes<0>(folded), here, kTileBytes, ~0u, line);
+            if constexpr (kBits == 4) put_lanes(four_lanes<2>(folded), here, kTileBytes, ~0u, line + kLineBytes);
+            if constexpr (kBits == 3) {
+                const hn::Repartition<uint32_t, U8> d32;
+                VU8 lanes = four_lanes<0>(third);
+                const bool even = unit % 2 == 0;
+                if (even) lanes = hn::BitCast(d8, hn::ShiftLeft<2>(hn::BitCast(d32, lanes)));
+                put_lanes(lanes, here, kLineBytes, even ? 0xCCCCCCCCu : 0x33333333u,
+                          thirds + c / kUnit * kLineBytes + t * 4);
             }
         }
     }
@@ -267,11 +310,17 @@ void nearest_channel_group(const TensorStore& store, const float* HWY_RESTRICT r
     const hn::Rebind<uint8_t, F32> d8;
     for (int unit = 0; unit < store.spec.group; unit += kUnit) {
         for (int c = 0; c < dim; c += kLanes) {
-            const VF divisor = divisor_of(hn::Load(d, scale + c)), low = hn::Load(d, min + c);
+            const VF step = hn::Load(d, scale + c), low = hn::Load(d, min + c), inverse = inverse_of(step);
+            const float* x = rows + static_cast<int64_t>(unit) * dim + c;
+            Sure sure = has_inverse(step);
             for (int t = 0; t < kUnit; ++t) {
-                const VF x = hn::LoadU(d, rows + static_cast<int64_t>(unit + t) * dim + c);
-                hn::StoreU(hn::U8FromU32(codes_of(x, divisor, low, levels)), d8,
-                           codes + static_cast<int64_t>(t) * dim + c);
+                const VU code = quick_codes(hn::LoadU(d, x + static_cast<int64_t>(t) * dim), inverse, low, levels, sure);
+                hn::StoreU(hn::U8FromU32(code), d8, codes + static_cast<int64_t>(t) * dim + c);
+            }
+            if (hn::AllTrue(d, sure)) continue;
+            for (int t = 0; t < kUnit; ++t) {
+                const VU code = exact_codes(hn::LoadU(d, x + static_cast<int64_t>(t) * dim), step, low, levels);
+                hn::StoreU(hn::U8FromU32(code), d8, codes + static_cast<int64_t>(t) * dim + c);
             }
         }
         put_unit(store, codes, first + unit, kUnit, part);
@@ -280,13 +329,13 @@ void nearest_channel_group(const TensorStore& store, const float* HWY_RESTRICT r
 
 // ---- token axis ----
 
-// Lane i of each 128-bit block = op over that block of x[i].
+// Lane i of each 128-bit block, then of the whole vector = op over all lanes of the i-th of four vectors.
 template <class Op>
-VF reduce_blocks(const VF* x, Op op) {
+HWY_INLINE VF reduce_four(VF x0, VF x1, VF x2, VF x3, Op op) {
     const F32 d;
     const hn::Repartition<uint64_t, F32> d64;
     const auto pair = [&](VF a, VF b) { return op(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b)); };
-    const auto ab = hn::BitCast(d64, pair(x[0], x[1])), cd = hn::BitCast(d64, pair(x[2], x[3]));
+    const auto ab = hn::BitCast(d64, pair(x0, x1)), cd = hn::BitCast(d64, pair(x2, x3));
     VF r = op(hn::BitCast(d, hn::InterleaveLower(d64, ab, cd)), hn::BitCast(d, hn::InterleaveUpper(d64, ab, cd)));
 #if HWY_TARGET <= HWY_AVX2
     if constexpr (kLanes >= 8) r = op(r, hn::SwapAdjacentBlocks(r));
@@ -300,18 +349,20 @@ void token_extremes(const float* HWY_RESTRICT rows, int dim, int channel, int ch
                     float* HWY_RESTRICT low, float* HWY_RESTRICT high) {
     const F32 d;
     for (int t = 0; t < tokens; t += 4) {
-        VF lows[4], highs[4];
-        for (int i = 0; i < 4; ++i) {
-            const float* x = rows + static_cast<int64_t>(std::min(t + i, tokens - 1)) * dim + channel;
-            lows[i] = highs[i] = hn::LoadU(d, x);
-            for (int c = kLanes; c < channels; c += kLanes) {
-                const VF v = hn::LoadU(d, x + c);
-                lows[i] = hn::Min(lows[i], v);
-                highs[i] = hn::Max(highs[i], v);
-            }
+        const auto row = [&](int i) { return rows + static_cast<int64_t>(std::min(t + i, tokens - 1)) * dim + channel; };
+        const float *a = row(0), *b = row(1), *e = row(2), *f = row(3);
+        VF low0 = hn::LoadU(d, a), low1 = hn::LoadU(d, b), low2 = hn::LoadU(d, e), low3 = hn::LoadU(d, f);
+        VF high0 = low0, high1 = low1, high2 = low2, high3 = low3;
+        for (int c = kLanes; c < channels; c += kLanes) {
+            const VF x0 = hn::LoadU(d, a + c), x1 = hn::LoadU(d, b + c);
+            const VF x2 = hn::LoadU(d, e + c), x3 = hn::LoadU(d, f + c);
+            low0 = hn::Min(low0, x0), high0 = hn::Max(high0, x0);
+            low1 = hn::Min(low1, x1), high1 = hn::Max(high1, x1);
+            low2 = hn::Min(low2, x2), high2 = hn::Max(high2, x2);
+            low3 = hn::Min(low3, x3), high3 = hn::Max(high3, x3);
         }
-        hn::StoreU(reduce_blocks(lows, [](VF a, VF b) { return hn::Min(a, b); }), d, low + t);
-        hn::StoreU(reduce_blocks(highs, [](VF a, VF b) { return hn::Max(a, b); }), d, high + t);
+        hn::StoreU(reduce_four(low0, low1, low2, low3, [](VF x, VF y) { return hn::Min(x, y); }), d, low + t);
+        hn::StoreU(reduce_four(high0, high1, high2, high3, [](VF x, VF y) { return hn::Max(x, y); }), d, high + t);
     }
 }
 
@@ -324,10 +375,12 @@ struct UnitPart {
     bool whole() const { return tokens() == kUnit; }
 };
 
-// Divisors and mins of the tokens of a UnitPart, counted from its begin; one row for each block of channels.
+// Parameters of the tokens of a UnitPart, counted from its begin; one row for each block of channels.
 struct TokenParams {
-    HWY_ALIGN float divisor[kMaxBlocks][2 * kUnit];
-    HWY_ALIGN float min[kMaxBlocks][2 * kUnit];
+    HWY_ALIGN float scale[kMaxBlocks][kUnit];
+    HWY_ALIGN float inverse[kMaxBlocks][kUnit];
+    HWY_ALIGN float min[kMaxBlocks][kUnit];
+    bool sure[kMaxBlocks];  // every scale has an inverse
 };
 
 void token_params(const TensorStore& store, const float* rows, const UnitPart& at, uint8_t* part,
@@ -339,14 +392,17 @@ void token_params(const TensorStore& store, const float* rows, const UnitPart& a
     const int64_t stride = store.order.order == Order::lanes ? bytes : bytes * shape.blocks_a_row;
     for (int block = 0; block < shape.blocks_a_row; ++block) {
         const int channel = block * shape.channels;
-        HWY_ALIGN float low[2 * kUnit] = {}, high[2 * kUnit] = {}, scale[2 * kUnit], min[2 * kUnit];
+        HWY_ALIGN float low[2 * kUnit] = {}, high[2 * kUnit] = {};
+        float* scale = params->scale[block];
+        float* min = params->min[block];
         token_extremes(rows, store.dim, channel, group_channels(shape, store.dim, block), at.tokens(), low, high);
+        params->sure[block] = true;
         for (int t = 0; t < kUnit; t += kLanes) {
             const Params of = params_of(spec, hn::Load(d, low + t), hn::Load(d, high + t));
             hn::Store(of.scale, d, scale + t);
             hn::Store(of.min, d, min + t);
-            hn::StoreU(divisor_of(of.scale), d, params->divisor[block] + t);
-            hn::StoreU(of.min, d, params->min[block] + t);
+            hn::Store(inverse_of(of.scale), d, params->inverse[block] + t);
+            params->sure[block] = params->sure[block] && hn::AllTrue(d, has_inverse(of.scale));
         }
         store_params(scale, spec.param_dtype, at.tokens(), stride,
                      part + scale_offset(store.order, at.first(), channel));
@@ -447,15 +503,27 @@ void put_token_tiles(const TensorStore& store, const float* HWY_RESTRICT rows, c
     const VF levels = hn::Set(d, static_cast<float>((1 << kBits) - 1));
     TileLines<kBits> lines(dim, at.unit, part);
     if constexpr (!kWhole) lines.narrow(at.begin, at.end);
-    for (int c = 0; c < dim; c += kLanes) {
-        const float* divisor = params.divisor[c / channels];
-        const float* min = params.min[c / channels];
-        lines.put(c / kUnit, c % kUnit, build_lines<kBits>([&](int token) {
+    const auto build = [&](int c, auto codes_at) {
+        return build_lines<kBits>([&](int token) {
             const int t = kWhole ? token : token - at.begin;
             if (!kWhole && (t < 0 || t >= at.tokens())) return hn::Zero(U32());
-            const VF x = hn::LoadU(d, rows + static_cast<int64_t>(t) * dim + c);
-            return codes_of(x, hn::Set(d, divisor[t]), hn::Set(d, min[t]), levels);
-        }));
+            return codes_at(hn::LoadU(d, rows + static_cast<int64_t>(t) * dim + c), t);
+        });
+    };
+    for (int block = 0, c = 0; c < dim; ++block) {
+        const float *scale = params.scale[block], *inverse = params.inverse[block], *min = params.min[block];
+        for (const int end = std::min(c + channels, dim); c < end; c += kLanes) {
+            Sure sure = hn::Eq(hn::Zero(d), hn::Zero(d));
+            Lines tile = build(c, [&](VF x, int t) {
+                return quick_codes(x, hn::Set(d, inverse[t]), hn::Set(d, min[t]), levels, sure);
+            });
+            if (!params.sure[block] || !hn::AllTrue(d, sure)) {
+                tile = build(c, [&](VF x, int t) {
+                    return exact_codes(x, hn::Set(d, scale[t]), hn::Set(d, min[t]), levels);
+                });
+            }
+            lines.put(c / kUnit, c % kUnit, tile);
+        }
     }
 }
 
@@ -487,9 +555,9 @@ void put_token_codes(const TensorStore& store, const float* HWY_RESTRICT rows, c
     for (int t = 0; t < at.tokens(); ++t) {
         for (int c = 0; c < dim; c += kLanes) {
             const int64_t i = static_cast<int64_t>(t) * dim + c;
-            const VF divisor = hn::Set(d, params.divisor[c / channels][t]);
+            const VF scale = hn::Set(d, params.scale[c / channels][t]);
             const VF min = hn::Set(d, params.min[c / channels][t]);
-            hn::StoreU(hn::U8FromU32(codes_of(hn::LoadU(d, rows + i), divisor, min, levels)), d8, codes + i);
+            hn::StoreU(hn::U8FromU32(exact_codes(hn::LoadU(d, rows + i), scale, min, levels)), d8, codes + i);
         }
     }
     put_canonical(store, codes, at.first(), at.tokens(), part);
@@ -517,11 +585,16 @@ void nearest(const TensorStore& store, const float* rows, int first, int count, 
 
 #if HWY_NATIVE_FMA
 
-constexpr int kVectors = 2;                // of tokens that share every weight
-constexpr int kTokens = kVectors * kLanes < kUnit ? kUnit : kVectors * kLanes;
-constexpr int kChannels = kLanes == 16 ? 8 : 4;  // whose errors are passed on together
+// A pass takes kVectors vectors of tokens together, and passes the errors of kChannels channels on together:
+// as much as the registers hold.
+constexpr int kShortPass = kLanes == 4 ? 4 : 2;  // vectors
+constexpr int kLongPass = kLanes == 16 ? 4 : kShortPass;
+constexpr int kMaxTurned = kMaxDim * kShortPass * kLanes;
+template <int kVectors>
+constexpr int kChannels = kLanes == 16 && kVectors == 2 ? 8 : 4;
 
 // turned[channel][token] = rows[token][channel], four by four.
+template <int kTokens>
 void turn(const float* HWY_RESTRICT rows, int dim, float* HWY_RESTRICT turned) {
     const F32 d;
     const hn::Repartition<uint64_t, F32> d64;
@@ -546,94 +619,125 @@ void turn(const float* HWY_RESTRICT rows, int dim, float* HWY_RESTRICT turned) {
     }
 }
 
-// The recursion of format/feedback.cpp for kVectors vectors of tokens. `y` [channel][kTokens] is replaced by
-// codes (as integers). Errors of a few channels in coding order are passed on together; each later channel
-// still gets one fused multiply-add for each of them, in that order.
-void encode_turned(const Feedback& feedback, int bits, const float* HWY_RESTRICT scale,
-                   const float* HWY_RESTRICT min, float* HWY_RESTRICT y) {
+// Scales and mins of a group's channels.
+struct ChannelParams {
+    HWY_ALIGN float scale[kMaxDim];
+    HWY_ALIGN float min[kMaxDim];
+};
+
+// The recursion of format/feedback.cpp for one pass. `y` [channel][tokens of the pass] is replaced by codes (as
+// integers). Errors of a few channels in coding order are passed on together; each later channel still gets one
+// fused multiply-add for each of them, in that order. params[v]: of the group that vector v belongs to.
+template <int kVectors>
+void encode_turned(const Feedback& feedback, int bits, const ChannelParams* const* params, float* HWY_RESTRICT y) {
     const F32 d;
     const I32 di;
+    constexpr int kTogether = kChannels<kVectors>;
+    constexpr int kTokens = kVectors * kLanes;
     const int dim = feedback.dim;
     const uint16_t* order = feedback.order.data();
     const VF levels = hn::Set(d, static_cast<float>((1 << bits) - 1));
-    for (int j0 = 0; j0 < dim; j0 += kChannels) {
-        VF error[kChannels][kVectors];
-        const float* weight[kChannels];  // weight[k][c]: from channel j0 + k to channel c, both in coding order
-        for (int k = 0; k < kChannels; ++k) {
+    for (int j0 = 0; j0 < dim; j0 += kTogether) {
+        VF error[kTogether][kVectors];
+        const float* weight[kTogether];  // weight[k][c]: from channel j0 + k to channel c, both in coding order
+        HWY_UNROLL(8)
+        for (int k = 0; k < kTogether; ++k) {
             const int j = j0 + k, channel = order[j];
             weight[k] = feedback.weights.data() + feedback_row(dim, j) - (j + 1);
-            const VF step = hn::Set(d, scale[channel]), low = hn::Set(d, min[channel]);
-            const VF divisor = divisor_of(step);
+            HWY_UNROLL(4)
             for (int v = 0; v < kVectors; ++v) {
+                const VF scale = hn::Set(d, params[v]->scale[channel]), min = hn::Set(d, params[v]->min[channel]);
                 float* at = y + static_cast<int64_t>(channel) * kTokens + v * kLanes;
                 VF x = hn::Load(d, at);
+                HWY_UNROLL(8)
                 for (int i = 0; i < k; ++i) x = hn::NegMulAdd(error[i][v], hn::Set(d, weight[i][j]), x);
-                const VU code = codes_of(x, divisor, low, levels);
-                const VF value = hn::MulAdd(hn::ConvertTo(d, hn::BitCast(di, code)), step, low);
+                const VU code = exact_codes(x, scale, min, levels);
+                const VF value = hn::MulAdd(hn::ConvertTo(d, hn::BitCast(di, code)), scale, min);
                 error[k][v] = hn::Sub(x, value);
                 hn::Store(hn::BitCast(d, code), d, at);
             }
         }
-        for (int c = j0 + kChannels; c < dim; ++c) {
+        for (int c = j0 + kTogether; c < dim; ++c) {
             float* at = y + static_cast<int64_t>(order[c]) * kTokens;
             VF x[kVectors];
+            HWY_UNROLL(4)
             for (int v = 0; v < kVectors; ++v) x[v] = hn::Load(d, at + v * kLanes);
-            for (int k = 0; k < kChannels; ++k) {
+            HWY_UNROLL(8)
+            for (int k = 0; k < kTogether; ++k) {
                 const VF w = hn::Set(d, weight[k][c]);
+                HWY_UNROLL(4)
                 for (int v = 0; v < kVectors; ++v) x[v] = hn::NegMulAdd(error[k][v], w, x[v]);
             }
+            HWY_UNROLL(4)
             for (int v = 0; v < kVectors; ++v) hn::Store(x[v], d, at + v * kLanes);
         }
     }
 }
 
+// Codes [channel][tokens], of which one unit is put.
 template <int kBits>
-void put_turned_tiles(int dim, const uint32_t* HWY_RESTRICT codes, int unit, uint8_t* part) {
+void put_turned_tiles(int dim, const uint32_t* HWY_RESTRICT codes, int tokens, int unit, uint8_t* part) {
     const U32 d;
     const TileLines<kBits> lines(dim, unit, part);
     for (int tile = 0; tile < dim / kUnit; ++tile) {
         for (int lane = 0; lane < kUnit; lane += kLanes) {
-            const uint32_t* at = codes + static_cast<int64_t>(tile) * kUnit * kTokens + lane;
-            lines.put(tile, lane, build_lines<kBits>([&](int c) { return hn::Load(d, at + c * kTokens); }));
+            const uint32_t* at = codes + static_cast<int64_t>(tile) * kUnit * tokens + lane;
+            lines.put(tile, lane, build_lines<kBits>([&](int c) { return hn::Load(d, at + c * tokens); }));
         }
     }
 }
 
-// Codes [channel][kTokens], of which one unit is put.
-void put_turned(const TensorStore& store, const uint32_t* HWY_RESTRICT codes, int first, uint8_t* part) {
+void put_turned(const TensorStore& store, const uint32_t* HWY_RESTRICT codes, int tokens, int first, uint8_t* part) {
     const int dim = store.dim, unit = first / kUnit;
     if (store.order.order == Order::lanes) {
         switch (store.spec.bits) {
-            case 2: return put_turned_tiles<2>(dim, codes, unit, part);
-            case 3: return put_turned_tiles<3>(dim, codes, unit, part);
-            default: return put_turned_tiles<4>(dim, codes, unit, part);
+            case 2: return put_turned_tiles<2>(dim, codes, tokens, unit, part);
+            case 3: return put_turned_tiles<3>(dim, codes, tokens, unit, part);
+            default: return put_turned_tiles<4>(dim, codes, tokens, unit, part);
         }
     }
     HWY_ALIGN uint8_t bytes[kUnit * kMaxDim];
     for (int t = 0; t < kUnit; ++t) {
-        for (int c = 0; c < dim; ++c) {
-            bytes[static_cast<int64_t>(t) * dim + c] = static_cast<uint8_t>(codes[static_cast<int64_t>(c) * kTokens + t]);
-        }
+        for (int c = 0; c < dim; ++c) bytes[t * dim + c] = static_cast<uint8_t>(codes[c * tokens + t]);
     }
     put_canonical(store, bytes, first, kUnit, part);
 }
 
+// Tokens first .. of one pass; groups[i] are the parameters of its i-th group.
+template <int kVectors>
+void query_aware_pass(const TensorStore& store, const Feedback& feedback, const ChannelParams* groups,
+                      const float* rows, int first, float* HWY_RESTRICT y, uint8_t* part) {
+    constexpr int kTokens = kVectors * kLanes;
+    const ChannelParams* params[kVectors];
+    for (int v = 0; v < kVectors; ++v) params[v] = groups + v * kLanes / store.spec.group;
+    turn<kTokens>(rows, store.dim, y);
+    encode_turned<kVectors>(feedback, store.spec.bits, params, y);
+    for (int unit = 0; unit < kTokens; unit += kUnit) {
+        put_turned(store, reinterpret_cast<const uint32_t*>(y) + unit, kTokens, first + unit, part);
+    }
+}
+
 void query_aware(const TensorStore& store, const Feedback& feedback, const float* rows, int first, int count,
                  uint8_t* part) {
+    constexpr int kLong = kLongPass * kLanes, kShort = kShortPass * kLanes;
     const int dim = store.dim, group = store.spec.group;
-    HWY_ALIGN float scale[kMaxDim], min[kMaxDim];
-    HWY_ALIGN float y[kMaxDim * kTokens];
-    for (int begin = 0; begin < count; begin += group) {
-        channel_params(store, rows + static_cast<int64_t>(begin) * dim, first + begin, part, scale, min);
-        for (int t = begin; t < begin + group; t += kTokens) {
-            turn(rows + static_cast<int64_t>(t) * dim, dim, y);
-            for (int v = 0; v < kTokens; v += kVectors * kLanes) {
-                encode_turned(feedback, store.spec.bits, scale, min, y + v);
-            }
-            for (int unit = 0; unit < kTokens; unit += kUnit) {
-                put_turned(store, reinterpret_cast<const uint32_t*>(y) + unit, first + t + unit, part);
-            }
+    ChannelParams groups[2];  // those of a pass
+    HWY_ALIGN float y[kMaxTurned];
+    for (int t = 0; t < count;) {
+        const bool is_long = kLong * dim <= kMaxTurned && count - t >= kLong;
+        const int tokens = is_long ? kLong : kShort;
+        const float* x = rows + static_cast<int64_t>(t) * dim;
+        for (int begin = 0; begin < tokens; begin += group) {
+            if ((t + begin) % group != 0) continue;  // of the pass before
+            ChannelParams& at = groups[begin / group];
+            channel_params(store, x + static_cast<int64_t>(begin) * dim, first + t + begin, part, at.scale, at.min);
         }
+        if (is_long) {
+            query_aware_pass<kLongPass>(store, feedback, groups, x, first + t, y, part);
+        } else {
+            query_aware_pass<kShortPass>(store, feedback, groups, x, first + t, y, part);
+        }
+        t += tokens;
     }
 }
 

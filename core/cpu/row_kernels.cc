@@ -159,46 +159,54 @@ void transform(float* HWY_RESTRICT x, int dim) {
 
 // ---- the three kernels ----
 
-template <class From, class Window>
-bool take_row(const void* data, int64_t at, int dim, bool rotate, float* HWY_RESTRICT x) {
+template <class From, class Window, bool kRotate>
+bool take_rows(const InputRows& input, int count, int dim, float* HWY_RESTRICT rows) {
     const F32 d;
     const I32 di;
     const int lanes = static_cast<int>(hn::Lanes(d));
-    VI peak = hn::Zero(di);
-    if (rotate) {
+    VI peak_in = hn::Zero(di), peak = hn::Zero(di);
+    for (int t = 0; t < count; ++t) {
+        float* x = rows + static_cast<int64_t>(t) * dim;
+        const int64_t at = input.at + t * input.stride;
+        if constexpr (kRotate) {
+            for (int i = 0; i < dim; i += lanes) {
+                const VF v = From::load(input.data, at + i);
+                peak_in = hn::Max(peak_in, magnitude(v));
+                hn::StoreU(v, d, x + i);
+            }
+            transform(x, dim);
+        }
         for (int i = 0; i < dim; i += lanes) {
-            const VF v = From::load(data, at + i);
+            VF v = kRotate ? hn::LoadU(d, x + i) : From::load(input.data, at + i);
+            if constexpr (kRotate || !std::is_same_v<From, Window>) v = round_through<Window>(v);
             peak = hn::Max(peak, magnitude(v));
             hn::StoreU(v, d, x + i);
         }
-        if (any_at_least(peak, kSafePeakBits)) return false;
-        transform(x, dim);
-        peak = hn::Zero(di);
     }
-    for (int i = 0; i < dim; i += lanes) {
-        const VF v = round_through<Window>(rotate ? hn::LoadU(d, x + i) : From::load(data, at + i));
-        peak = hn::Max(peak, magnitude(v));
-        hn::StoreU(v, d, x + i);
-    }
-    return !any_at_least(peak, kInfinityBits);
+    return !any_at_least(peak_in, kSafePeakBits) && !any_at_least(peak, kInfinityBits);
 }
 
-template <class From>
-bool take_from(const void* data, int64_t at, int dim, int32_t transform, int32_t window_dtype, float* x) {
-    const bool rotate = transform == KIVI_TRANSFORM_HADAMARD;
+template <class From, bool kRotate>
+bool take_from(const InputRows& input, int count, int dim, int32_t window_dtype, float* x) {
     switch (window_dtype) {
-        case KIVI_F16: return take_row<From, Float16>(data, at, dim, rotate, x);
-        case KIVI_BF16: return take_row<From, BFloat16>(data, at, dim, rotate, x);
-        default: return take_row<From, Float32>(data, at, dim, rotate, x);
+        case KIVI_F16: return take_rows<From, Float16, kRotate>(input, count, dim, x);
+        case KIVI_BF16: return take_rows<From, BFloat16, kRotate>(input, count, dim, x);
+        default: return take_rows<From, Float32, kRotate>(input, count, dim, x);
     }
 }
 
-bool take(const void* data, int32_t dtype, int64_t at, int dim, int32_t transform, int32_t window_dtype, float* x) {
-    switch (dtype) {
-        case KIVI_F16: return take_from<Float16>(data, at, dim, transform, window_dtype, x);
-        case KIVI_BF16: return take_from<BFloat16>(data, at, dim, transform, window_dtype, x);
-        default: return take_from<Float32>(data, at, dim, transform, window_dtype, x);
+template <bool kRotate>
+bool take_any(const InputRows& input, int count, int dim, int32_t window_dtype, float* x) {
+    switch (input.dtype) {
+        case KIVI_F16: return take_from<Float16, kRotate>(input, count, dim, window_dtype, x);
+        case KIVI_BF16: return take_from<BFloat16, kRotate>(input, count, dim, window_dtype, x);
+        default: return take_from<Float32, kRotate>(input, count, dim, window_dtype, x);
     }
+}
+
+bool take(const InputRows& input, int count, int dim, int32_t transform, int32_t window_dtype, float* x) {
+    return transform == KIVI_TRANSFORM_HADAMARD ? take_any<true>(input, count, dim, window_dtype, x)
+                                                : take_any<false>(input, count, dim, window_dtype, x);
 }
 
 template <class Window>

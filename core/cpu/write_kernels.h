@@ -8,10 +8,17 @@
 
 namespace kivi::cpu {
 
+// Rows of the caller, `stride` elements apart, the first from element `at` on.
+struct InputRows {
+    const void* data;
+    int32_t dtype;
+    int64_t at, stride;
+};
+
 struct RowKernels {
-    // Stored row in fp32. False: a value is not finite, saturates or is huge, and the plain path must do it.
-    bool (*take)(const void* data, int32_t dtype, int64_t at, int dim, int32_t transform, int32_t window_dtype,
-                 float* x);
+    // `count` stored rows in fp32. False: a value is not finite, saturates or is huge, and the plain path must
+    // take these rows.
+    bool (*take)(const InputRows& input, int count, int dim, int32_t transform, int32_t window_dtype, float* x);
     // From memory in the window dtype. False: a value is not finite (x is right all the same).
     bool (*load)(const uint8_t* from, int32_t window_dtype, int dim, float* x);
     // Values that the window dtype holds exactly, to memory in it.
