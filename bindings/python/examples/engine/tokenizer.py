@@ -34,13 +34,16 @@ def load_tokenizer(file):
 class Tokenizer:
     """What both kinds share: special tokens stand for themselves, all other text is left to the kind."""
 
+    starts_by_default = False  # whether a text begins with the start token where the file does not say
+
     def __init__(self, file):
         self.tokens = file.need("tokenizer.ggml.tokens")
         self.types = file.get("tokenizer.ggml.token_type") or [NORMAL] * len(self.tokens)
         self.ids = {token: i for i, token in enumerate(self.tokens)}
         self.end = file.get("tokenizer.ggml.eos_token_id")
         bos = file.get("tokenizer.ggml.bos_token_id")
-        self.start = [bos] if bos is not None and file.get("tokenizer.ggml.add_bos_token", False) else []
+        starts = file.get("tokenizer.ggml.add_bos_token", self.starts_by_default)
+        self.start = [bos] if bos is not None and starts else []
         special = [t for t, kind in zip(self.tokens, self.types) if kind in (CONTROL, USER_DEFINED) and t]
         longest_first = sorted(special, key=len, reverse=True)
         self._special = regex.compile("|".join(map(regex.escape, longest_first))) if special else None
@@ -120,6 +123,8 @@ class BytePairTokenizer(Tokenizer):
 
 class SentencePieceTokenizer(Tokenizer):
     """Unigram scores used greedily: the neighbours whose union scores best are merged first."""
+
+    starts_by_default = True
 
     def __init__(self, file):
         super().__init__(file)
