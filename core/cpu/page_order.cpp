@@ -30,36 +30,7 @@
 namespace kivi::cpu {
 namespace {
 
-struct CanonicalPlace {
-    int64_t stream;  // first byte of the group's codes
-    int64_t group;   // number of the group in the page
-    int index;       // of the element in its group
-};
-
 int64_t param_bytes(const kivi_spec& spec) { return spec.param_dtype == KIVI_F32 ? 4 : 2; }
-
-// Code bytes of all groups that hold one token of a token-axis tensor.
-int64_t token_row_bytes(const kivi_spec& spec, const GroupShape& shape, int dim) {
-    const int last = shape.blocks_a_row - 1;
-    return last * group_code_bytes(spec, shape.channels) + group_code_bytes(spec, group_channels(shape, dim, last));
-}
-
-CanonicalPlace canonical_place(const kivi_spec& spec, int dim, int token, int channel) {
-    const GroupShape shape = group_shape(spec, dim);
-    if (spec.axis == KIVI_AXIS_CHANNEL) {
-        const int64_t group = static_cast<int64_t>(token / shape.tokens) * dim + channel;
-        return {group * group_code_bytes(spec, shape.tokens), group, token % shape.tokens};
-    }
-    const int block = channel / shape.channels;
-    return {token * token_row_bytes(spec, shape, dim) + block * group_code_bytes(spec, shape.channels),
-            static_cast<int64_t>(token) * shape.blocks_a_row + block, channel % shape.channels};
-}
-
-int64_t canonical_code_bytes(const kivi_spec& spec, int dim) {
-    const GroupShape shape = group_shape(spec, dim);
-    if (spec.axis == KIVI_AXIS_CHANNEL) return shape.groups * group_code_bytes(spec, shape.tokens);
-    return kPageTokens * token_row_bytes(spec, shape, dim);
-}
 
 // ---- lanes ----
 

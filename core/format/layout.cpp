@@ -31,25 +31,6 @@ class Fnv1a {
 
 }  // namespace
 
-GroupShape group_shape(const kivi_spec& spec, int dim) {
-    if (spec.bits == 16) return {1, dim, 1, 0};
-    if (spec.axis == KIVI_AXIS_CHANNEL) {
-        return {spec.group, 1, dim, static_cast<int64_t>(kPageTokens / spec.group) * dim};
-    }
-    const int channels = spec.group == KIVI_GROUP_HEAD ? dim : spec.group;
-    const int blocks = static_cast<int>(ceil_div(dim, channels));
-    return {1, channels, blocks, static_cast<int64_t>(kPageTokens) * blocks};
-}
-
-int group_channels(const GroupShape& shape, int dim, int block) {
-    const int left = dim - block * shape.channels;
-    return left < shape.channels ? left : shape.channels;
-}
-
-int64_t group_code_bytes(const kivi_spec& spec, int elements) {
-    return ceil_div(static_cast<int64_t>(spec.bits) * elements, 8);
-}
-
 int64_t packed_bytes(const kivi_spec& spec, int dim, int32_t window_dtype, int64_t tokens) {
     if (spec.bits == 16) return tokens * dim * static_cast<int64_t>(dtype_bytes(window_dtype));
     const GroupShape shape = group_shape(spec, dim);

@@ -11,6 +11,7 @@
 #pragma once
 #include <cstdint>
 
+#include "format/host_device.h"
 #include "format/model.h"
 
 namespace kivi {
@@ -23,12 +24,54 @@ struct GroupShape {
     int blocks_a_row;  // groups side by side for the same tokens: dim, or ceil(dim / channels)
     int64_t groups;    // in a page
 };
-GroupShape group_shape(const kivi_spec& spec, int dim);
+KIVI_HOST_DEVICE inline GroupShape group_shape(const kivi_spec& spec, int dim) {
+    if (spec.bits == 16) return {1, dim, 1, 0};
+    if (spec.axis == KIVI_AXIS_CHANNEL) {
+        return {spec.group, 1, dim, static_cast<int64_t>(kPageTokens / spec.group) * dim};
+    }
+    const int channels = spec.group == KIVI_GROUP_HEAD ? dim : spec.group;
+    const int blocks = (dim + channels - 1) / channels;
+    return {1, channels, blocks, static_cast<int64_t>(kPageTokens) * blocks};
+}
 
 // Channels of group `block` of a row (on the token axis the last may be short).
-int group_channels(const GroupShape& shape, int dim, int block);
+KIVI_HOST_DEVICE inline int group_channels(const GroupShape& shape, int dim, int block) {
+    const int left = dim - block * shape.channels;
+    return left < shape.channels ? left : shape.channels;
+}
 
-int64_t group_code_bytes(const kivi_spec& spec, int elements);  // ceil(bits * elements / 8)
+// ceil(bits * elements / 8)
+KIVI_HOST_DEVICE inline int64_t group_code_bytes(const kivi_spec& spec, int elements) {
+    return (static_cast<int64_t>(spec.bits) * elements + 7) / 8;
+}
+
+// Where an element stands in one tensor's part of a canonical page (128 tokens): the bit stream of its group,
+// its place in that stream, and the number of the group among all groups of the part.
+struct CanonicalPlace {
+    int64_t stream;  // byte offset of the group's codes
+    int64_t group;   // its scale is the group-th one
+    int index;       // of the element in its group
+};
+KIVI_HOST_DEVICE inline int64_t canonical_row_bytes(const kivi_spec& spec, const GroupShape& shape, int dim) {
+    const int last = shape.blocks_a_row - 1;  // token axis: codes of all groups of one token
+    return last * group_code_bytes(spec, shape.channels) + group_code_bytes(spec, group_channels(shape, dim, last));
+}
+KIVI_HOST_DEVICE inline CanonicalPlace canonical_place(const kivi_spec& spec, int dim, int token, int channel) {
+    const GroupShape shape = group_shape(spec, dim);
+    if (spec.axis == KIVI_AXIS_CHANNEL) {
+        const int64_t group = static_cast<int64_t>(token / shape.tokens) * dim + channel;
+        return {group * group_code_bytes(spec, shape.tokens), group, token % shape.tokens};
+    }
+    const int block = channel / shape.channels;
+    return {token * canonical_row_bytes(spec, shape, dim) + block * group_code_bytes(spec, shape.channels),
+            static_cast<int64_t>(token) * shape.blocks_a_row + block, channel % shape.channels};
+}
+// Codes of all groups of a part; scales and then mins follow.
+KIVI_HOST_DEVICE inline int64_t canonical_code_bytes(const kivi_spec& spec, int dim) {
+    const GroupShape shape = group_shape(spec, dim);
+    if (spec.axis == KIVI_AXIS_CHANNEL) return shape.groups * group_code_bytes(spec, shape.tokens);
+    return kPageTokens * canonical_row_bytes(spec, shape, dim);
+}
 // Canonical bytes of `tokens` consecutive packed tokens, one head, one tensor; on the channel axis `tokens`
 // is a multiple of the group.
 int64_t packed_bytes(const kivi_spec& spec, int dim, int32_t window_dtype, int64_t tokens);
