@@ -91,7 +91,7 @@ void check_tensor(const kivi_tensor* tensor, const TensorRule& rule) {
         if (axis == tensor->rank - 1 && stride != 1) {
             refuse_argument(name, ": stride[", axis, "] is ", stride, "; the innermost stride must be 1");
         }
-        if (rule.output && stride == 0) {
+        if (rule.output && stride == 0 && has_elements(*tensor)) {
             refuse_argument(name, ": stride[", axis, "] is 0; an output cannot be broadcast");
         }
     }

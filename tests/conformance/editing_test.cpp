@@ -153,6 +153,7 @@ TEST_CASE("fault 62: the second turn of 6 tokens sees the 20 of the first and it
     check_attend(cache, {{0, 6}}, q);
 }
 
+// The hidden keys include the whole sink window of 32. [ATTEND-3]
 TEST_CASE("fault 64: window_left 127 over 200 keys shows the last query exactly 72 .. 199") {
     const Cache cache(config(channel(2, 32), token(8, 128), {1, 1, 64, 256}, {32, 32, 32}));
     Random random(64);
@@ -165,6 +166,7 @@ TEST_CASE("fault 64: window_left 127 over 200 keys shows the last query exactly 
     for (size_t t = 0; t < 256; ++t) CHECK((answer.out[t] != 0) == (t >= 72 && t < 200));
 }
 
+// Cached and fresh, the newest query stands at the newest position. [ATTEND-1]
 TEST_CASE("fault 65: window_left 7, 20 cached, 4 queries: row i sees 13 + i .. 20 + i") {
     const Cache cache(config(channel(2, 32), token(2, 32), {1, 1, 64, 64}, {0, 64, 32}));
     Random random(65);

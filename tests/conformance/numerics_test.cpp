@@ -278,6 +278,7 @@ TEST_CASE("fault 11: imported scales that are infinite, NaN or negative are refu
     CHECK(cache.import(0, good) == KIVI_OK);
 }
 
+// [APPEND-2] [ATTEND-4]
 TEST_CASE("TEST 17, fault 13: a NaN or an infinity damages its own groups and the queries that see it") {
     for (float bad : {kNaN, kInfinity, -kInfinity}) {
         for (int64_t at : {5, 70, 150}) {  // sink, page, tail
@@ -361,6 +362,7 @@ TEST_CASE("fault 14, fault 20, TEST 28: what lies in the memory before does not 
     }
 }
 
+// [ATTEND-2]
 TEST_CASE("fault 16, fault 17: rows without tokens or without queries are skipped, empty sequences give zeros") {
     kivi_config with = config(channel(2, 32), token(2, 32), {1, 2, 64, 64}, {32, 32, 32});
     with.max_sequences = 4;

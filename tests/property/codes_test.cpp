@@ -29,6 +29,7 @@ double half_step(const Packed& packed, int token, int channel, float low, float 
 
 }  // namespace
 
+// [WINDOW-2]
 TEST_CASE("any chunking gives identical bytes, and they are those of the format") {
     for (uint64_t seed = 0; seed < kCases; ++seed) {
         const Case made(seed);
