@@ -20,7 +20,6 @@ namespace kivi::cpu {
 namespace {
 
 constexpr int64_t kMaxRowBytes = 512 * 4;
-constexpr size_t kLineBytes = 64;
 
 class Append {
   public:
@@ -70,18 +69,16 @@ class Append {
         return input_begin_ + (position - row_.before.length) * input_.token_stride;
     }
 
-    // The row of the same head one page later: the caller's rows are too far apart for hardware prefetchers.
-    // Inlined by force, because compilers take a function that only prefetches for one without effect.
-    __attribute__((always_inline)) void prefetch_next_page(int64_t position) const {
-        position += kPageTokens;
-        if (in_tail(position) || position >= row_.after.length) return;
-        const uint8_t* at = static_cast<const uint8_t*>(input_.data) + input_at(position) * dtype_bytes(input_.dtype);
-        for (size_t i = 0; i < store_.dim * dtype_bytes(input_.dtype); i += kLineBytes) __builtin_prefetch(at + i, 0, 2);
+    // Elements from the rows of these positions to those of the same head one page later, which are fetched ahead:
+    // the caller's rows are too far apart for hardware prefetchers.
+    int64_t ahead(int64_t end) const {
+        return end + kPageTokens <= row_.after.length ? kPageTokens * input_.token_stride : 0;
     }
 
     bool take_fast(int64_t position, int count, float* x) const {
         if (row_kernels_ == nullptr) return false;
-        const InputRows rows{input_.data, input_.dtype, input_at(position), input_.token_stride};
+        const InputRows rows{input_.data, input_.dtype, input_at(position), input_.token_stride,
+                             ahead(position + count)};
         return row_kernels_->take(rows, count, store_.dim, store_.spec.transform, store_.window_dtype, x);
     }
 
@@ -109,7 +106,6 @@ class Append {
     }
 
     bool fetch_new(int64_t begin, int64_t end, float* x) {
-        for (int64_t position = begin; position < end; ++position) prefetch_next_page(position);
         if (take_fast(begin, static_cast<int>(end - begin), x)) return true;
         alignas(64) uint8_t taken[kMaxRowBytes];
         for (int64_t position = begin; position < end; ++position, x += store_.dim) {
@@ -156,7 +152,6 @@ class Append {
     // 16 bits: a page holds rows as the windows do.
     void copy_rows(int64_t begin, int64_t end, uint8_t* to) {
         for (int64_t position = begin; position < end; ++position, to += store_.row_bytes()) {
-            prefetch_next_page(position);
             if (in_tail(position)) {
                 std::memcpy(to, tail_row(position), static_cast<size_t>(store_.row_bytes()));
             } else {

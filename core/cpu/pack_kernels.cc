@@ -128,19 +128,22 @@ VU exact_codes(VF y, VF scale, VF min, VF levels) {
 }
 
 // Codes by multiplication with the inverse. Product and quotient differ by less than 3 units in the last place,
-// so they round to the same code unless they come that near to a tie; then `sure` becomes false and the exact
-// codes are needed.
-using Sure = hn::Mask<F32>;
+// so they round to the same code unless they come that near to a tie. `farthest` collects the largest distance
+// from a code (NaN counts as 0 steps where Max drops it, as it should); beyond kNearTie exact codes are needed.
+constexpr float kNearTie = 0.5f - 0x1p-14f;  // 3 units in the last place of 255
 
-VU quick_codes(VF y, VF inverse, VF min, VF levels, Sure& sure) {
+VU quick_codes(VF y, VF inverse, VF min, VF levels, VF& farthest) {
     const F32 d;
-    constexpr float kNearTie = 0.5f - 0x1p-14f;  // 3 units in the last place of 255
     const VF steps = hn::Mul(hn::Sub(y, min), inverse);
     const VF inside = hn::Min(hn::Max(steps, hn::Zero(d)), levels);
     const auto code = hn::NearestInt(inside);
-    const VF rest = hn::Abs(hn::Sub(inside, hn::ConvertTo(d, code)));
-    sure = hn::And(sure, hn::Le(rest, hn::Set(d, kNearTie)));
+    farthest = hn::Max(farthest, hn::Abs(hn::Sub(inside, hn::ConvertTo(d, code))));
     return hn::BitCast(U32(), code);
+}
+
+bool no_near_tie(VF farthest) {
+    const F32 d;
+    return hn::AllTrue(d, hn::Le(farthest, hn::Set(d, kNearTie)));
 }
 
 VF inverse_of(VF scale) {
@@ -149,9 +152,9 @@ VF inverse_of(VF scale) {
 }
 
 // Scales whose inverse is a normal number, or 0.
-Sure has_inverse(VF scale) {
+bool have_inverses(VF scale) {
     const F32 d;
-    return hn::Or(hn::Ge(scale, hn::Set(d, 0x1p-100f)), hn::Eq(scale, hn::Zero(d)));
+    return hn::AllTrue(d, hn::Or(hn::Ge(scale, hn::Set(d, 0x1p-100f)), hn::Eq(scale, hn::Zero(d))));
 }
 
 // ---- codes of a unit of bytes to the page ----
@@ -312,12 +315,12 @@ void nearest_channel_group(const TensorStore& store, const float* HWY_RESTRICT r
         for (int c = 0; c < dim; c += kLanes) {
             const VF step = hn::Load(d, scale + c), low = hn::Load(d, min + c), inverse = inverse_of(step);
             const float* x = rows + static_cast<int64_t>(unit) * dim + c;
-            Sure sure = has_inverse(step);
+            VF farthest = hn::Zero(d);
             for (int t = 0; t < kUnit; ++t) {
-                const VU code = quick_codes(hn::LoadU(d, x + static_cast<int64_t>(t) * dim), inverse, low, levels, sure);
+                const VU code = quick_codes(hn::LoadU(d, x + static_cast<int64_t>(t) * dim), inverse, low, levels, farthest);
                 hn::StoreU(hn::U8FromU32(code), d8, codes + static_cast<int64_t>(t) * dim + c);
             }
-            if (hn::AllTrue(d, sure)) continue;
+            if (have_inverses(step) && no_near_tie(farthest)) continue;
             for (int t = 0; t < kUnit; ++t) {
                 const VU code = exact_codes(hn::LoadU(d, x + static_cast<int64_t>(t) * dim), step, low, levels);
                 hn::StoreU(hn::U8FromU32(code), d8, codes + static_cast<int64_t>(t) * dim + c);
@@ -329,7 +332,7 @@ void nearest_channel_group(const TensorStore& store, const float* HWY_RESTRICT r
 
 // ---- token axis ----
 
-// Lane i of each 128-bit block, then of the whole vector = op over all lanes of the i-th of four vectors.
+// Lane i of every 128-bit block = op over all lanes of the i-th of four vectors.
 template <class Op>
 HWY_INLINE VF reduce_four(VF x0, VF x1, VF x2, VF x3, Op op) {
     const F32 d;
@@ -344,26 +347,51 @@ HWY_INLINE VF reduce_four(VF x0, VF x1, VF x2, VF x3, Op op) {
     return r;
 }
 
-// Extremes of one block of channels for `tokens` tokens. low and high have room for 16 tokens and a vector.
-void token_extremes(const float* HWY_RESTRICT rows, int dim, int channel, int channels, int tokens,
-                    float* HWY_RESTRICT low, float* HWY_RESTRICT high) {
+struct Extremes {
+    VF low, high;
+};
+
+// Of one block of channels, for tokens t .. t + 3, in every 128-bit block; tokens from `tokens` on repeat the last.
+HWY_INLINE Extremes four_extremes(const float* HWY_RESTRICT rows, int dim, int channels, int t, int tokens) {
     const F32 d;
-    for (int t = 0; t < tokens; t += 4) {
-        const auto row = [&](int i) { return rows + static_cast<int64_t>(std::min(t + i, tokens - 1)) * dim + channel; };
-        const float *a = row(0), *b = row(1), *e = row(2), *f = row(3);
-        VF low0 = hn::LoadU(d, a), low1 = hn::LoadU(d, b), low2 = hn::LoadU(d, e), low3 = hn::LoadU(d, f);
-        VF high0 = low0, high1 = low1, high2 = low2, high3 = low3;
-        for (int c = kLanes; c < channels; c += kLanes) {
-            const VF x0 = hn::LoadU(d, a + c), x1 = hn::LoadU(d, b + c);
-            const VF x2 = hn::LoadU(d, e + c), x3 = hn::LoadU(d, f + c);
-            low0 = hn::Min(low0, x0), high0 = hn::Max(high0, x0);
-            low1 = hn::Min(low1, x1), high1 = hn::Max(high1, x1);
-            low2 = hn::Min(low2, x2), high2 = hn::Max(high2, x2);
-            low3 = hn::Min(low3, x3), high3 = hn::Max(high3, x3);
-        }
-        hn::StoreU(reduce_four(low0, low1, low2, low3, [](VF x, VF y) { return hn::Min(x, y); }), d, low + t);
-        hn::StoreU(reduce_four(high0, high1, high2, high3, [](VF x, VF y) { return hn::Max(x, y); }), d, high + t);
+    const auto row = [&](int i) { return rows + static_cast<int64_t>(std::min(t + i, tokens - 1)) * dim; };
+    const float *a = row(0), *b = row(1), *e = row(2), *f = row(3);
+    VF low0 = hn::LoadU(d, a), low1 = hn::LoadU(d, b), low2 = hn::LoadU(d, e), low3 = hn::LoadU(d, f);
+    VF high0 = low0, high1 = low1, high2 = low2, high3 = low3;
+    for (int c = kLanes; c < channels; c += kLanes) {
+        const VF x0 = hn::LoadU(d, a + c), x1 = hn::LoadU(d, b + c);
+        const VF x2 = hn::LoadU(d, e + c), x3 = hn::LoadU(d, f + c);
+        low0 = hn::Min(low0, x0), high0 = hn::Max(high0, x0);
+        low1 = hn::Min(low1, x1), high1 = hn::Max(high1, x1);
+        low2 = hn::Min(low2, x2), high2 = hn::Max(high2, x2);
+        low3 = hn::Min(low3, x3), high3 = hn::Max(high3, x3);
     }
+    return {reduce_four(low0, low1, low2, low3, [](VF x, VF y) { return hn::Min(x, y); }),
+            reduce_four(high0, high1, high2, high3, [](VF x, VF y) { return hn::Max(x, y); })};
+}
+
+// Block i of the result = block i of the i-th of kLanes / 4 vectors.
+HWY_INLINE VF join_blocks(const VF* x) {
+#if HWY_TARGET <= HWY_AVX2
+    const F32 d;
+    if constexpr (kLanes == 8) return hn::OddEvenBlocks(x[1], x[0]);
+    if constexpr (kLanes == 16) {
+        return hn::ConcatUpperLower(d, hn::OddEvenBlocks(x[3], x[2]), hn::OddEvenBlocks(x[1], x[0]));
+    }
+#endif
+    return x[0];
+}
+
+// Of one block of channels, one token a lane from token t on.
+HWY_INLINE Extremes token_extremes(const float* HWY_RESTRICT rows, int dim, int channels, int t, int tokens) {
+    VF low[kLanes / 4], high[kLanes / 4];
+    HWY_UNROLL(4)
+    for (int i = 0; i < kLanes / 4; ++i) {
+        const Extremes four = four_extremes(rows, dim, channels, t + 4 * i, tokens);
+        low[i] = four.low;
+        high[i] = four.high;
+    }
+    return {join_blocks(low), join_blocks(high)};
 }
 
 // Tokens begin .. end - 1 of the unit that starts at page token 16 * unit.
@@ -380,7 +408,7 @@ struct TokenParams {
     HWY_ALIGN float scale[kMaxBlocks][kUnit];
     HWY_ALIGN float inverse[kMaxBlocks][kUnit];
     HWY_ALIGN float min[kMaxBlocks][kUnit];
-    bool sure[kMaxBlocks];  // every scale has an inverse
+    bool inverses[kMaxBlocks];  // every scale has one
 };
 
 void token_params(const TensorStore& store, const float* rows, const UnitPart& at, uint8_t* part,
@@ -392,17 +420,17 @@ void token_params(const TensorStore& store, const float* rows, const UnitPart& a
     const int64_t stride = store.order.order == Order::lanes ? bytes : bytes * shape.blocks_a_row;
     for (int block = 0; block < shape.blocks_a_row; ++block) {
         const int channel = block * shape.channels;
-        HWY_ALIGN float low[2 * kUnit] = {}, high[2 * kUnit] = {};
         float* scale = params->scale[block];
         float* min = params->min[block];
-        token_extremes(rows, store.dim, channel, group_channels(shape, store.dim, block), at.tokens(), low, high);
-        params->sure[block] = true;
+        const int channels = group_channels(shape, store.dim, block);
+        params->inverses[block] = true;
         for (int t = 0; t < kUnit; t += kLanes) {
-            const Params of = params_of(spec, hn::Load(d, low + t), hn::Load(d, high + t));
+            const Extremes extremes = token_extremes(rows + channel, store.dim, channels, t, at.tokens());
+            const Params of = params_of(spec, extremes.low, extremes.high);
             hn::Store(of.scale, d, scale + t);
             hn::Store(of.min, d, min + t);
             hn::Store(inverse_of(of.scale), d, params->inverse[block] + t);
-            params->sure[block] = params->sure[block] && hn::AllTrue(d, has_inverse(of.scale));
+            params->inverses[block] = params->inverses[block] && have_inverses(of.scale);
         }
         store_params(scale, spec.param_dtype, at.tokens(), stride,
                      part + scale_offset(store.order, at.first(), channel));
@@ -513,11 +541,11 @@ void put_token_tiles(const TensorStore& store, const float* HWY_RESTRICT rows, c
     for (int block = 0, c = 0; c < dim; ++block) {
         const float *scale = params.scale[block], *inverse = params.inverse[block], *min = params.min[block];
         for (const int end = std::min(c + channels, dim); c < end; c += kLanes) {
-            Sure sure = hn::Eq(hn::Zero(d), hn::Zero(d));
+            VF farthest = hn::Zero(d);
             Lines tile = build(c, [&](VF x, int t) {
-                return quick_codes(x, hn::Set(d, inverse[t]), hn::Set(d, min[t]), levels, sure);
+                return quick_codes(x, hn::Set(d, inverse[t]), hn::Set(d, min[t]), levels, farthest);
             });
-            if (!params.sure[block] || !hn::AllTrue(d, sure)) {
+            if (!params.inverses[block] || !no_near_tie(farthest)) {
                 tile = build(c, [&](VF x, int t) {
                     return exact_codes(x, hn::Set(d, scale[t]), hn::Set(d, min[t]), levels);
                 });

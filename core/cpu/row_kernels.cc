@@ -52,11 +52,15 @@ bool any_at_least(VI peak, int bits) {
 constexpr bool kHardwareF16 = !HWY_ARCH_X86 || HWY_TARGET <= HWY_AVX2;
 
 struct Float32 {
+    static constexpr int64_t kBytes = 4;
+    static const uint8_t* address(const void* data, int64_t at) { return static_cast<const uint8_t*>(data) + at * kBytes; }
     static VF load(const void* data, int64_t at) { return hn::LoadU(F32(), static_cast<const float*>(data) + at); }
     static void store(VF x, void* to, int64_t at) { hn::StoreU(x, F32(), static_cast<float*>(to) + at); }
 };
 
 struct BFloat16 {
+    static constexpr int64_t kBytes = 2;
+    static const uint8_t* address(const void* data, int64_t at) { return static_cast<const uint8_t*>(data) + at * kBytes; }
     static VF load(const void* data, int64_t at) {
         const hn::Rebind<uint16_t, F32> d16;
         const U32 du;
@@ -76,6 +80,8 @@ struct BFloat16 {
 };
 
 struct Float16 {
+    static constexpr int64_t kBytes = 2;
+    static const uint8_t* address(const void* data, int64_t at) { return static_cast<const uint8_t*>(data) + at * kBytes; }
     static VF load(const void* data, int64_t at) {
         const F32 d;
         const uint16_t* from = static_cast<const uint16_t*>(data) + at;
@@ -159,6 +165,10 @@ void transform(float* HWY_RESTRICT x, int dim) {
 
 // ---- the three kernels ----
 
+HWY_INLINE void prefetch(const uint8_t* from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+
 template <class From, class Window, bool kRotate>
 bool take_rows(const InputRows& input, int count, int dim, float* HWY_RESTRICT rows) {
     const F32 d;
@@ -168,6 +178,7 @@ bool take_rows(const InputRows& input, int count, int dim, float* HWY_RESTRICT r
     for (int t = 0; t < count; ++t) {
         float* x = rows + static_cast<int64_t>(t) * dim;
         const int64_t at = input.at + t * input.stride;
+        if (input.ahead > 0) prefetch(From::address(input.data, at + input.ahead), dim * From::kBytes);
         if constexpr (kRotate) {
             for (int i = 0; i < dim; i += lanes) {
                 const VF v = From::load(input.data, at + i);

@@ -13,6 +13,7 @@ struct InputRows {
     const void* data;
     int32_t dtype;
     int64_t at, stride;
+    int64_t ahead = 0;  // elements from a row to the one that is fetched into the cache beside it; 0: none
 };
 
 struct RowKernels {
