@@ -139,19 +139,45 @@ VF stage_in_vector(VF x) {
     return hn::Add(partner, flipped);
 }
 
-void transform(float* HWY_RESTRICT x, int dim) {
+constexpr int kLanes = HWY_MAX_BYTES / sizeof(float);
+
+VF stages_in_vector(VF v) {
+    v = stage_in_vector<1>(stage_in_vector<0>(v));
+    if constexpr (kLanes >= 8) v = stage_in_vector<2>(v);
+    if constexpr (kLanes >= 16) v = stage_in_vector<3>(v);
+    return v;
+}
+
+VF norm_of(int block) { return hn::Set(F32(), static_cast<float>(1.0 / std::sqrt(static_cast<double>(block)))); }
+
+// One block of kVectors vectors, in registers.
+template <int kVectors>
+void transform_block(float* HWY_RESTRICT x) {
     const F32 d;
-    constexpr int kLanes = HWY_MAX_BYTES / sizeof(float) < 16 ? HWY_MAX_BYTES / sizeof(float) : 16;
-    const int block = hadamard_block(dim);
-    for (int i = 0; i < dim; i += kLanes) {
-        VF v = hn::LoadU(d, x + i);
-        v = stage_in_vector<1>(stage_in_vector<0>(v));
-        if constexpr (kLanes >= 8) v = stage_in_vector<2>(v);
-        if constexpr (kLanes >= 16) v = stage_in_vector<3>(v);
-        hn::StoreU(v, d, x + i);
+    VF v[kVectors];
+    HWY_UNROLL(8)
+    for (int i = 0; i < kVectors; ++i) v[i] = stages_in_vector(hn::LoadU(d, x + i * kLanes));
+    HWY_UNROLL(3)
+    for (int h = 1; h < kVectors; h *= 2) {
+        HWY_UNROLL(8)
+        for (int i = 0; i < kVectors; ++i) {
+            if (i & h) continue;
+            const VF left = v[i], right = v[i + h];
+            v[i] = hn::Add(left, right);
+            v[i + h] = hn::Sub(left, right);
+        }
     }
+    const VF norm = norm_of(kVectors * kLanes);
+    HWY_UNROLL(8)
+    for (int i = 0; i < kVectors; ++i) hn::StoreU(hn::Mul(v[i], norm), d, x + i * kLanes);
+}
+
+// One block of any size.
+void transform_block(float* HWY_RESTRICT x, int block) {
+    const F32 d;
+    for (int i = 0; i < block; i += kLanes) hn::StoreU(stages_in_vector(hn::LoadU(d, x + i)), d, x + i);
     for (int h = kLanes; h < block; h *= 2) {
-        for (int i = 0; i < dim; i += 2 * h) {
+        for (int i = 0; i < block; i += 2 * h) {
             for (int j = i; j < i + h; j += kLanes) {
                 const VF left = hn::LoadU(d, x + j), right = hn::LoadU(d, x + j + h);
                 hn::StoreU(hn::Add(left, right), d, x + j);
@@ -159,8 +185,19 @@ void transform(float* HWY_RESTRICT x, int dim) {
             }
         }
     }
-    const VF norm = hn::Set(d, static_cast<float>(1.0 / std::sqrt(static_cast<double>(block))));
-    for (int i = 0; i < dim; i += kLanes) hn::StoreU(hn::Mul(hn::LoadU(d, x + i), norm), d, x + i);
+    const VF norm = norm_of(block);
+    for (int i = 0; i < block; i += kLanes) hn::StoreU(hn::Mul(hn::LoadU(d, x + i), norm), d, x + i);
+}
+
+void transform(float* HWY_RESTRICT x, int dim) {
+    const int block = hadamard_block(dim);
+    for (const float* end = x + dim; x < end; x += block) {
+        switch (block / kLanes) {
+            case 4: transform_block<4>(x); break;
+            case 8: transform_block<8>(x); break;
+            default: transform_block(x, block);
+        }
+    }
 }
 
 // ---- the three kernels ----
