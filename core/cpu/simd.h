@@ -12,6 +12,7 @@
 // let the compiler emit AVX-VNNI, which processors with AVX512-VNNI need not have): sources ask target() for
 // avx512_vnni inside the AVX3 namespace and write the one instruction as inline assembly.
 #pragma once
+#include <type_traits>
 
 namespace kivi::cpu::simd {
 
@@ -24,9 +25,13 @@ bool runs_on(Target target);      // whether this machine can
 void force_target(Target target); // for tests and benchmarks inside the build; not for a running cache
 const char* target_name(Target target);
 
+// Deduction looks at the plain function alone: targets that were not compiled are null pointers.
+template <class T>
+using Same = typename std::common_type<T>::type;
+
 // The function for the target in use, or for the next lower one that was compiled.
 template <class Function>
-Function* choose(Function* avx512, Function* avx2, Function* sse4, Function* plain) {
+Function* choose(Same<Function>* avx512, Same<Function>* avx2, Same<Function>* sse4, Function* plain) {
     const Target now = target();
     if (now >= Target::avx512 && avx512 != nullptr) return avx512;
     if (now >= Target::avx2 && avx2 != nullptr) return avx2;
