@@ -12,7 +12,6 @@
 // let the compiler emit AVX-VNNI, which processors with AVX512-VNNI need not have): sources ask target() for
 // avx512_vnni inside the AVX3 namespace and write the one instruction as inline assembly.
 #pragma once
-#include <type_traits>
 
 namespace kivi::cpu::simd {
 
@@ -27,7 +26,11 @@ const char* target_name(Target target);
 
 // Deduction looks at the plain function alone: targets that were not compiled are null pointers.
 template <class T>
-using Same = typename std::common_type<T>::type;
+struct Given {
+    using Type = T;
+};
+template <class T>
+using Same = typename Given<T>::Type;
 
 // The function for the target in use, or for the next lower one that was compiled.
 template <class Function>
