@@ -9,7 +9,9 @@ namespace kivi::cpu {
 namespace {
 
 constexpr int kMaxDim = 512;
-constexpr int kTokensAtOnce = 64;
+// Rows of these many tokens stay in the first-level cache; keys are worth more, for the query-aware packer.
+constexpr int kTokensAtOnce = 32;
+constexpr int kGroupedTokensAtOnce = 64;
 
 void put_params(const PageOrder& order, uint8_t* part, int token, int channel, const GroupParams& params) {
     const int32_t dtype = order.spec.param_dtype == KIVI_F32 ? KIVI_F32 : KIVI_F16;
@@ -62,7 +64,7 @@ void pack_token(const TensorStore& store, const float* x, int token, uint8_t* pa
 
 int pack_step(const TensorStore& store) {
     const bool grouped = store.spec.bits != 16 && store.spec.axis == KIVI_AXIS_CHANNEL;
-    return grouped ? std::max(store.spec.group, kTokensAtOnce) : kTokensAtOnce;
+    return grouped ? std::max(store.spec.group, kGroupedTokensAtOnce) : kTokensAtOnce;
 }
 
 void pack_rows_plain(const TensorStore& store, const Feedback* feedback, const float* rows, int first, int count,

@@ -522,33 +522,54 @@ class TileLines {
     bool even_;
 };
 
+// A tile's lines on the token axis: x, and parameters, of the first token that is there. Not inlined: parameters
+// are then operands in memory, and do not fight for registers with those of other tiles.
+template <int kBits, bool kWhole, class CodesAt>
+HWY_INLINE Lines token_tile(const float* HWY_RESTRICT x, int dim, int begin, int tokens, CodesAt codes_at) {
+    return build_lines<kBits>([&](int token) {
+        const int t = kWhole ? token : token - begin;
+        if (!kWhole && (t < 0 || t >= tokens)) return hn::Zero(U32());
+        return codes_at(hn::LoadU(F32(), x + static_cast<int64_t>(t) * dim), t);
+    });
+}
+
+template <int kBits, bool kWhole>
+HWY_NOINLINE Lines quick_tile(const float* HWY_RESTRICT x, int dim, const UnitPart& at,
+                              const float* HWY_RESTRICT inverse, const float* HWY_RESTRICT min, VF& farthest) {
+    const F32 d;
+    const VF levels = hn::Set(d, static_cast<float>((1 << kBits) - 1));
+    VF far = hn::Zero(d);
+    const Lines lines = token_tile<kBits, kWhole>(x, dim, at.begin, at.tokens(), [&](VF y, int t) {
+        return quick_codes(y, hn::Set(d, inverse[t]), hn::Set(d, min[t]), levels, far);
+    });
+    farthest = far;
+    return lines;
+}
+
+template <int kBits, bool kWhole>
+HWY_NOINLINE Lines exact_tile(const float* HWY_RESTRICT x, int dim, const UnitPart& at,
+                              const float* HWY_RESTRICT scale, const float* HWY_RESTRICT min) {
+    const F32 d;
+    const VF levels = hn::Set(d, static_cast<float>((1 << kBits) - 1));
+    return token_tile<kBits, kWhole>(x, dim, at.begin, at.tokens(), [&](VF y, int t) {
+        return exact_codes(y, hn::Set(d, scale[t]), hn::Set(d, min[t]), levels);
+    });
+}
+
 template <int kBits, bool kWhole>
 void put_token_tiles(const TensorStore& store, const float* HWY_RESTRICT rows, const UnitPart& at,
                      const TokenParams& params, uint8_t* part) {
-    const F32 d;
     const int dim = store.dim;
     const int channels = group_shape(store.spec, dim).channels;
-    const VF levels = hn::Set(d, static_cast<float>((1 << kBits) - 1));
     TileLines<kBits> lines(dim, at.unit, part);
     if constexpr (!kWhole) lines.narrow(at.begin, at.end);
-    const auto build = [&](int c, auto codes_at) {
-        return build_lines<kBits>([&](int token) {
-            const int t = kWhole ? token : token - at.begin;
-            if (!kWhole && (t < 0 || t >= at.tokens())) return hn::Zero(U32());
-            return codes_at(hn::LoadU(d, rows + static_cast<int64_t>(t) * dim + c), t);
-        });
-    };
     for (int block = 0, c = 0; c < dim; ++block) {
-        const float *scale = params.scale[block], *inverse = params.inverse[block], *min = params.min[block];
         for (const int end = std::min(c + channels, dim); c < end; c += kLanes) {
-            VF farthest = hn::Zero(d);
-            Lines tile = build(c, [&](VF x, int t) {
-                return quick_codes(x, hn::Set(d, inverse[t]), hn::Set(d, min[t]), levels, farthest);
-            });
+            VF farthest;
+            Lines tile =
+                quick_tile<kBits, kWhole>(rows + c, dim, at, params.inverse[block], params.min[block], farthest);
             if (!params.inverses[block] || !no_near_tie(farthest)) {
-                tile = build(c, [&](VF x, int t) {
-                    return exact_codes(x, hn::Set(d, scale[t]), hn::Set(d, min[t]), levels);
-                });
+                tile = exact_tile<kBits, kWhole>(rows + c, dim, at, params.scale[block], params.min[block]);
             }
             lines.put(c / kUnit, c % kUnit, tile);
         }
