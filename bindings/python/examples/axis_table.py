@@ -16,6 +16,7 @@ AXES = [("channel", "token"), ("channel", "channel"), ("token", "token"), ("toke
 BITS, GROUP, SINK, RECENT = 2, 32, 32, 96
 WINDOWS = [(0, 0), (0, RECENT), (SINK, 0), (SINK, RECENT)]  # (sink, recent)
 CHUNK = 256
+CLOSED = 0.2  # a gap counts as closed when at most this share of it is left
 
 
 @dataclass
@@ -110,23 +111,24 @@ def orderings(rows, activations):
             f"{show(a)} against {show(b)} without windows, {show(c)} against {show(d)} with both."
             + ("" if holds else f" {why_keys(activations)}")))
 
-    gaps = {}
-    for sink in (0, SINK):
+    def gap(sink):
         token, channel = at("channel", "token", sink, RECENT), at("channel", "channel", sink, RECENT)
-        gaps[sink] = channel.output_error_value / token.output_error_value
-        if sink == 0:
-            holds = token.output_error_value < channel.output_error_value and token.value_error > channel.value_error
-            found.append(Ordering(
-                "Without sinks, values per token beat values per channel on output error, although not on stored error.",
-                holds,
-                f"Output error from V alone {percent(token.output_error_value)} per token, "
-                f"{percent(channel.output_error_value)} per channel; stored error {percent(token.value_error)} and "
-                f"{percent(channel.value_error)}." + ("" if holds else f" {why_values(activations)}")))
-    holds = gaps[SINK] < 1.1
+        return channel.output_error_value - token.output_error_value, token, channel
+
+    open_gap, token, channel = gap(0)
+    holds = open_gap > 0 and token.value_error > channel.value_error
+    found.append(Ordering(
+        "Without sinks, values per token beat values per channel on output error, although not on stored error.", holds,
+        f"Output error from V alone {percent(token.output_error_value)} per token, "
+        f"{percent(channel.output_error_value)} per channel; stored error {percent(token.value_error)} and "
+        f"{percent(channel.value_error)}." + ("" if holds else f" {why_values(activations)}")))
+    left, token, channel = gap(SINK)
+    holds = open_gap > 0 and left < CLOSED * open_gap
     found.append(Ordering(
         "The sink window closes that gap.", holds,
-        f"Output error from V alone, per channel over per token: {gaps[0]:.2f} without sinks, {gaps[SINK]:.2f} with "
-        f"{SINK}." + ("" if holds else f" {why_values(activations)}")))
+        f"With {SINK} sinks the output error from V alone is {percent(token.output_error_value)} per token, "
+        f"{percent(channel.output_error_value)} per channel: the gap goes from {100 * open_gap:.1f} to "
+        f"{100 * left:.1f} points." + ("" if holds else f" {why_values(activations)}")))
 
     none, recent, sinks, both = (at("channel", "token", *w).output_error for w in WINDOWS)
     holds = recent < none and sinks < none and both < min(recent, sinks)
