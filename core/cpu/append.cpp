@@ -20,6 +20,8 @@ namespace kivi::cpu {
 namespace {
 
 constexpr int64_t kMaxRowBytes = 512 * 4;
+constexpr int64_t kLineBytes = 64;
+constexpr int64_t kRowsAhead = 32;
 
 class Append {
   public:
@@ -69,10 +71,10 @@ class Append {
         return input_begin_ + (position - row_.before.length) * input_.token_stride;
     }
 
-    // Elements from the rows of these positions to those of the same head one page later, which are fetched ahead:
-    // the caller's rows are too far apart for hardware prefetchers.
+    // Elements from the rows of these positions to later ones of the same head, which are fetched ahead: the
+    // caller's rows are too far apart for hardware prefetchers.
     int64_t ahead(int64_t end) const {
-        return end + kPageTokens <= row_.after.length ? kPageTokens * input_.token_stride : 0;
+        return end + kRowsAhead <= row_.after.length ? kRowsAhead * input_.token_stride : 0;
     }
 
     bool take_fast(int64_t position, int count, float* x) const {
@@ -123,6 +125,15 @@ class Append {
         return tail && fresh;
     }
 
+    // Room of the codes of tokens first .. first + count - 1, about to be written. Inlined by force, because
+    // compilers take a function that only prefetches for one without effect.
+    __attribute__((always_inline)) void prefetch_codes(int first, int count, const uint8_t* part) const {
+        const int64_t token_bytes = static_cast<int64_t>(store_.dim) * store_.spec.bits / 8;
+        for (int64_t i = first * token_bytes; i < (first + count) * token_bytes; i += kLineBytes) {
+            __builtin_prefetch(part + i, 1);
+        }
+    }
+
     // Positions of one page.
     void pack(int64_t begin, int64_t end) {
         const int64_t slot = begin - store_.windows.sink;
@@ -132,6 +143,7 @@ class Append {
         int first = static_cast<int>(slot % kPageTokens);
         for (int64_t position = begin; position < end;) {
             const int count = static_cast<int>(std::min<int64_t>(step - first % step, end - position));
+            prefetch_codes(first, count, part);
             const bool fast = fetch(position, position + count) && pack_kernels_ != nullptr;
             pack_rows(fast, first, count, part);
             position += count;
