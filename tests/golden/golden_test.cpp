@@ -106,7 +106,8 @@ TEST_CASE("golden blobs are read: exported again they are the same bytes, and th
             for (char part : {'k', 'v'}) {
                 const std::vector<float> a = written.dequantize(layer, part),
                                          b = read.dequantize(layer, part);
-                CHECK(std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
+                REQUIRE(a.size() == b.size());  // of an empty sequence nothing is there to compare
+                CHECK((a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0));
             }
         }
     }
