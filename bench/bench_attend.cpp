@@ -81,24 +81,20 @@ class Group {
         const double bytes = 2.0 * static_cast<double>(elements) * size;
         const int sets = sets_for(bytes);
         uint8_t* memory = static_cast<uint8_t*>(big_memory(static_cast<size_t>(bytes) * sets));
-        for (int set = 0; set < sets; ++set) {
-            for (int part = 0; part < 2; ++part) {
-                const std::vector<uint16_t>& from = part == 0 ? data_.k : data_.v;
-                uint8_t* to = memory + (2 * set + part) * elements * size;
-                for (int64_t t = 0; t < data_.tokens; ++t) {
-                    for (int h = 0; h < data_.heads; ++h) {
-                        const int64_t at = (t * data_.heads + h) * data_.dim, row = h * data_.tokens + t;
-                        for (int c = 0; c < data_.dim; ++c) {
-                            if (half) {
-                                reinterpret_cast<uint16_t*>(to)[row * data_.dim + c] = from[at + c];
-                            } else {
-                                reinterpret_cast<float*>(to)[row * data_.dim + c] = kivi::f16_to_f32(from[at + c]);
-                            }
-                        }
-                    }
+        for (int part = 0; part < 2; ++part) {
+            const std::vector<uint16_t>& from = part == 0 ? data_.k : data_.v;
+            uint8_t* to = memory + part * elements * size;
+            for (int64_t i = 0; i < elements; ++i) {
+                const int64_t t = i / data_.dim / data_.heads, h = i / data_.dim % data_.heads;
+                const int64_t at = (h * data_.tokens + t) * data_.dim + i % data_.dim;
+                if (half) {
+                    reinterpret_cast<uint16_t*>(to)[at] = from[i];
+                } else {
+                    reinterpret_cast<float*>(to)[at] = kivi::f16_to_f32(from[i]);
                 }
             }
         }
+        for (int set = 1; set < sets; ++set) std::memcpy(memory + 2 * set * elements * size, memory, 2 * elements * size);
         scores_.resize(data_.tokens * pool_.threads());
         out_.resize(std::max(out_.size(), data_.q.size()));
         Contender contender;
@@ -213,13 +209,15 @@ int main(int argc, char** argv) {
         group.add_plain(true);
         group.add_plain(false);
         group.add(g32, 1, 2, best, error);
-        group.add(g128, 1, 2, best, error);
         group.add(k3v2, 1, 2, best, error);
-        group.add(preset_storage("k4v2"), 1, 2, best, error);
-        group.add(preset_storage("kivi4"), 1, 2, best, error);
+        if (!options.quick) {
+            group.add(g128, 1, 2, best, error);
+            group.add(preset_storage("k4v2"), 1, 2, best, error);
+            group.add(preset_storage("kivi4"), 1, 2, best, error);
+        }
         group.run(options, {"f16", "read", "plain-f16", "plain-f32"});
     }
-    if (wanted("AVX2") && kivi::cpu::simd::runs_on(Target::avx2) && best != Target::avx2) {
+    if (!options.quick && wanted("AVX2") && kivi::cpu::simd::runs_on(Target::avx2) && best != Target::avx2) {
         Group group("AVX2 only, context 4096", 4096);
         group.add(f16);
         group.add(f16, 1, 2, Target::avx2, true);
@@ -229,27 +227,27 @@ int main(int argc, char** argv) {
         group.add(preset_storage("kivi4"), 1, 2, Target::avx2, true);
         group.run(options, {"f16", "f16 AVX2"});
     }
-    if (wanted("hadamard")) {
+    if (!options.quick && wanted("hadamard")) {
         Group group("Hadamard beside none, context 4096", 4096);
         group.add(named("k3v2 none", k3v2.k, spec(2, T, 64, 0), 64, 64, 64));
         group.add(k3v2);
         group.add(named("k3v2 K and V", spec(3, C, 64, H), spec(2, T, 64, H), 64, 64, 64));
         group.run(options, {"k3v2 none"});
     }
-    if (wanted("dim")) {
+    if (!options.quick && wanted("dim")) {
         Group group("head dim 64, context 4096", 4096, 64);
         group.add(f16);
         group.add(g32);
         group.add(k3v2);
         group.run(options, {"f16"});
     }
-    if (wanted("batch")) {
+    if (!options.quick && wanted("batch")) {
         Group group("batch, context 4096", 4096);
         group.add(g32);
         group.add(g32, 8);
         group.run(options, {"kivi2-sink"});
     }
-    if (wanted("threads")) {
+    if (!options.quick && wanted("threads")) {
         Group group("threads, context 4096", 4096);
         group.add(g32, 1, 1);
         group.add(g32);

@@ -110,8 +110,22 @@ HWY_INLINE void ForRowBlocks(int rows, const Body& body) {
 }
 
 HWY_INLINE VF LoadHalfs(const uint8_t* HWY_RESTRICT from) {
+    const DF d;
+#if HWY_TARGET == HWY_SSE4
+    // No conversion instruction. Rescaling makes subnormals right; infinities and NaN get their exponent back.
+    const hn::RebindToUnsigned<DF> du;
+    const auto h = hn::PromoteTo(du, hn::LoadU(hn::Rebind<uint16_t, DF>(), reinterpret_cast<const uint16_t*>(from)));
+    const auto magnitude = hn::ShiftLeft<13>(hn::And(h, hn::Set(du, 0x7fff)));
+    const auto finite = hn::BitCast(du, hn::Mul(hn::BitCast(d, magnitude), hn::Set(d, 0x1p112f)));
+    const V32 is_special = hn::BitCast(D32(), hn::VecFromMask(D32(), hn::Gt(hn::BitCast(D32(), magnitude),
+                                                                           hn::Set(D32(), 0x0f7fffff))));
+    const auto special = hn::And(hn::BitCast(du, is_special), hn::Set(du, 0x7f800000));
+    const auto sign = hn::ShiftLeft<16>(hn::And(h, hn::Set(du, 0x8000)));
+    return hn::BitCast(d, hn::Or(hn::Or(finite, special), sign));
+#else
     const hn::Rebind<hwy::float16_t, DF> dh;
-    return hn::PromoteTo(DF(), hn::LoadU(dh, reinterpret_cast<const hwy::float16_t*>(from)));
+    return hn::PromoteTo(d, hn::LoadU(dh, reinterpret_cast<const hwy::float16_t*>(from)));
+#endif
 }
 
 // One vector of channels c .. c + N - 1 of a row.

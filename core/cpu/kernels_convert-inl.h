@@ -36,7 +36,7 @@ void StoreRow(const float* HWY_RESTRICT from, int dim, int32_t dtype, uint8_t* H
         const VF x = hn::LoadU(d, from + c);
         if (dtype == KIVI_F32) {
             hn::StoreU(x, d, reinterpret_cast<float*>(to) + c);
-        } else if (dtype == KIVI_F16) {
+        } else if (dtype == KIVI_F16 && HWY_TARGET != HWY_SSE4) {  // SSE4 has no conversion instruction
             const hn::Rebind<hwy::float16_t, DF> dh;
             hn::StoreU(hn::DemoteTo(dh, x), dh, reinterpret_cast<hwy::float16_t*>(to) + c);
         } else {

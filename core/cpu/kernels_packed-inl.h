@@ -164,7 +164,7 @@ HWY_INLINE void ChooseSteps(const PackedPart& keys, int bits, int first, int las
     Reduce4(MaxOfTwo(), top[0], top[1], top[2], top[3], tops);
     // Rounding errors of a score: step / sqrt(12) for each channel, times the code, adding up like noise.
     const float noise = 0.29f * static_cast<float>((1 << bits) - 1) * std::sqrt(static_cast<float>(keys.dim));
-    constexpr float kMaxNoise = 1.0f / 512;  // in log2 units
+    constexpr float kMaxNoise = 1.0f / 1024;  // in log2 units: 7e-4 of a weight
     VF inverse[R];
     HWY_UNROLL(4) for (int r = 0; r < R; ++r) {
         step[r] = tops[r] * (1 / kTop);
@@ -430,17 +430,16 @@ void MixPacked(const PackedPart& values, int begin, int end, const float* p, int
                               step + r, r == 0, ahead);
         });
         const int stop = std::min(values.dim, (g + 1) * values.group);
-        for (int c = g * values.group; c < stop;) {
-            const bool two = c + 2 * N <= stop;
+        const auto mix = [&](int c, auto vectors) HWY_ATTR {
             ForRowBlocks(rows, [&](int r, auto block) HWY_ATTR {
-                const int32_t* operand = scratch.operand + r * kValuePairs;
-                if (two) {
-                    MixCodes<kBits, kVnni, 2, block>(lines, c, first, last, operand, step + r, acc + r, r == 0, ahead);
-                } else {
-                    MixCodes<kBits, kVnni, 1, block>(lines, c, first, last, operand, step + r, acc + r, r == 0, ahead);
-                }
+                MixCodes<kBits, kVnni, vectors, block>(lines, c, first, last, scratch.operand + r * kValuePairs,
+                                                       step + r, acc + r, r == 0, ahead);
             });
-            c += two ? 2 * N : N;
+        };
+        int c = g * values.group;
+        for (; c + 2 * N <= stop; c += 2 * N) mix(c, Int<2>());
+        if constexpr (2 * N > kTile) {
+            if (c < stop) mix(c, Int<1>());
         }
     }
 }

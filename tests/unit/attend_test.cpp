@@ -311,3 +311,144 @@ TEST_CASE("fast attention agrees with double precision") {
     }
     MESSAGE("largest error ", worst);
 }
+
+namespace {
+
+Shape usual_shape() {
+    Shape shape;
+    shape.k = make_spec(2, C, 32, 0);
+    shape.v = make_spec(2, T, 32, 0);
+    return shape;
+}
+
+std::vector<float> values_of(const Tensor& x, int64_t first, int64_t tokens) {
+    std::vector<float> values;
+    for (int64_t t = first; t < first + tokens; ++t) {
+        for (int h = 0; h < x.heads; ++h) {
+            for (int c = 0; c < x.dim; ++c) values.push_back(x.get(t, h, c));
+        }
+    }
+    return values;
+}
+
+}  // namespace
+
+TEST_CASE("bits depend neither on batch, threads, page numbers nor capacity") {
+    Shape shape = usual_shape();
+    const int64_t length = 5000;  // three splits
+    Tensor k(length, shape.kv_heads, 128), v(length, shape.kv_heads, 128);
+    k.fill([](int64_t, int h, int c) { return key_value(h, c); });
+    v.fill([](int64_t, int, int) { return normal(); });
+    Tensor q(3, shape.kv_heads * shape.ratio, 128);
+    q.fill([](int64_t, int, int) { return normal(); });
+    std::vector<float> expected;
+    for (int threads : {1, 2, 5}) {
+        shape.threads = threads;
+        for (bool backwards : {false, true}) {
+            Cache cache(shape, false, 3, backwards);
+            cache.append(0, k, v, 0, 700);
+            cache.append(1, k, v, 0, length);
+            cache.append(2, k, v, 0, 40);
+            const std::vector<float> alone = values_of(attend(cache, q, k, v, {{1, 1}}, {}).out, 0, 1);
+            // The same query of the same sequence, as the second row of three.
+            Tensor three(3, shape.kv_heads * shape.ratio, 128);
+            three.fill([&](int64_t t, int h, int c) { return q.get(t == 1 ? 0 : 1, h, c); });
+            const std::vector<float> among =
+                values_of(attend(cache, three, k, v, {{0, 1}, {1, 1}, {2, 1}}, {}).out, 1, 1);
+            CHECK(alone == among);
+            if (expected.empty()) expected = alone;
+            CHECK(alone == expected);
+        }
+    }
+}
+
+TEST_CASE("an outlier channel does not cost the others their precision") {
+    for (int bits : {2, 3, 4}) {
+        Shape shape = usual_shape();
+        shape.k = make_spec(bits, C, 32, 0);
+        shape.kv_heads = 1;
+        Cache fast(shape, false), oracle(shape, true);
+        const int64_t length = 600;
+        Tensor k(length, 1, 128), v(length, 1, 128), q(1, 4, 128);
+        // One channel swings by 40000, one stands at 7000 (its score alone is 250: fp32 keeps the rest).
+        k.fill([](int64_t t, int, int c) { return c == 5 ? (t % 2 ? 40000.0f : -40000.0f) : c == 9 ? 7000.0f : normal(); });
+        v.fill([](int64_t, int h, int c) { return c == 7 + h ? 60000 * normal() / 4 : normal(); });
+        q.fill([](int64_t, int h, int c) { return c == 5 ? 0.001f * static_cast<float>(h) : c == 9 ? 0.4f : normal(); });
+        fast.append(0, k, v, 0, length);
+        oracle.append(0, k, v, 0, length);
+        Result expected = attend(oracle, q, k, v, {{0, 1}}, {});
+        for (Target target : targets()) {
+            ForcedTarget forced(target);
+            Result result = attend(fast, q, k, v, {{0, 1}}, {});
+            INFO(bits, " bits on ", cpu::simd::target_name(target));
+            CHECK(relative_error(result.out, expected.out) < 1e-3);
+            // Channel 7 drowns the others in the norm: look at those far from it by themselves.
+            double error = 0, norm = 0;
+            for (int h = 0; h < 4; ++h) {
+                for (int c = 32; c < 128; ++c) {
+                    const double a = result.out.get(0, h, c), b = expected.out.get(0, h, c);
+                    error += (a - b) * (a - b);
+                    norm += b * b;
+                }
+            }
+            CHECK(std::sqrt(error / norm) < 2e-3);
+        }
+    }
+}
+
+TEST_CASE("constant values come back over a long context") {
+    Shape shape = usual_shape();
+    shape.kv_heads = 1;
+    for (Target target : targets()) {
+        if (target < Target::avx2 && target != cpu::simd::best_target()) continue;
+        ForcedTarget forced(target);
+        Cache cache(shape, false);
+        const int64_t length = 5900;
+        Tensor k(length, 1, 128), v(length, 1, 128), q(1, 4, 128);
+        k.fill([](int64_t, int h, int c) { return key_value(h, c); });
+        v.fill([](int64_t, int, int) { return 50.0f; });
+        q.fill([](int64_t, int, int) { return normal(); });
+        cache.append(0, k, v, 0, length);
+        Result result = attend(cache, q, k, v, {{0, 1}}, {});
+        for (float x : values_of(result.out, 0, 1)) CHECK(std::fabs(x - 50) < 50.0f / 2048);
+    }
+}
+
+TEST_CASE("a NaN or infinite key poisons its head for the queries that see it, nothing else") {
+    const float nan = std::numeric_limits<float>::quiet_NaN(), inf = std::numeric_limits<float>::infinity();
+    for (float bad : {nan, inf, -inf}) {
+        for (int64_t where : {3, 100, 290}) {  // sink window, page, tail
+            Shape shape = usual_shape();
+            Cache fast(shape, false), clean(shape, false);
+            const int64_t length = 300;
+            Tensor k(length, 2, 128), v(length, 2, 128), q(20, 8, 128);
+            k.fill([](int64_t, int h, int c) { return key_value(h, c); });
+            v.fill([](int64_t, int, int) { return normal(); });
+            q.fill([](int64_t, int, int) { return normal(); });
+            clean.append(0, k, v, 0, length);
+            k.set(where, 0, 17, bad);
+            fast.append(0, k, v, 0, length);
+            for (Target target : targets()) {
+                ForcedTarget forced(target);
+                for (float cap : {0.0f, 30.0f}) {
+                    Options options;
+                    options.soft_cap = cap;
+                    Result result = attend(fast, q, k, v, {{0, 20}}, options);
+                    Result expected = attend(clean, q, k, v, {{0, 20}}, options);
+                    for (int64_t t = 0; t < 20; ++t) {
+                        const bool seen = where <= length - 20 + t;
+                        for (int h = 0; h < 8; ++h) {
+                            for (int c = 0; c < 128; ++c) {
+                                const float x = result.out.get(t, h, c);
+                                const bool right = h < 4 && seen ? std::isnan(x) : x == expected.out.get(t, h, c);
+                                INFO(bad, " at ", where, " cap ", cap, " token ", t, " head ", h, " channel ", c, ": ", x, " and ",
+                                     expected.out.get(t, h, c), " on ", cpu::simd::target_name(target));
+                                REQUIRE(right);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
