@@ -92,7 +92,6 @@ TEST_CASE("parts over disjoint windows merge to the unsplit attention, learned s
         const Cache cache(made.config);
         fill(made, cache, random);
         const kivi_layer& layer = cache.layer();
-        // The newest `near` keys, and everything older: the past as a whole, minus nothing, by two caches.
         const int64_t length = cache.length(0).length;
         if (length < 8) continue;
         const Tokens all = cache.dequantize(0);

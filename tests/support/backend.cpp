@@ -4,6 +4,10 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(KIVI_WITH_CUDA)
+#include "support/cuda_memory.h"
+#endif
+
 namespace kivi_test {
 namespace {
 
@@ -17,6 +21,9 @@ const std::vector<Backend>& backends() {
     static const std::vector<Backend> table = {
         {"cpu", KIVI_CPU, 0, 1e-3, std::malloc, std::free, copy, copy, true},
         {"cpu-reference", KIVI_CPU, KIVI_CACHE_REFERENCE, 1e-6, std::malloc, std::free, copy, copy, true},
+#if defined(KIVI_WITH_CUDA)
+        {"cuda", KIVI_CUDA, 0, 3e-3, cuda_allocate, cuda_release, cuda_upload, cuda_download, false},
+#endif
     };
     return table;
 }
