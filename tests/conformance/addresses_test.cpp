@@ -15,7 +15,8 @@ namespace {
 class Sparse {
   public:
     explicit Sparse(size_t bytes) : bytes_(bytes) {
-        memory_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        memory_ =
+            mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         REQUIRE(memory_ != MAP_FAILED);
     }
     ~Sparse() { munmap(memory_, bytes_); }
@@ -41,7 +42,9 @@ kivi_tensor strided(float* data, std::vector<int64_t> shape, std::vector<int64_t
 
 }  // namespace
 
-TEST_CASE("fault 70, fault 71, S4, S12: row and token strides past 2^31 elements reach what they mean, in and out") {
+TEST_CASE(
+    "fault 70, fault 71, S4, S12: row and token strides past 2^31 elements reach what they mean, in and "
+    "out") {
     if (!backend().host_memory) return;  // address space without memory is the host's
     const int64_t row = int64_t{1} << 30, step = (int64_t{1} << 31) + 64;
     kivi_config with = config(channel(2, 32), token(2, 32), {1, 1, 64, 64}, {0, 32, 32});
@@ -49,7 +52,8 @@ TEST_CASE("fault 70, fault 71, S4, S12: row and token strides past 2^31 elements
     const Cache cache(with), plain(with);
     Random random(71);
     // Row 4 begins 2^32 elements in, its second token past 2^32 + 2^31.
-    const Sparse in(size_t(4 * row + step + 64) * sizeof(float)), out(size_t(4 * row + step + 64) * sizeof(float));
+    const Sparse in(size_t(4 * row + step + 64) * sizeof(float)),
+        out(size_t(4 * row + step + 64) * sizeof(float));
     const Tokens tokens{random.normals(2 * 64), random.normals(2 * 64)};
     for (int64_t t : {0, 1}) {
         std::memcpy(in.floats() + 4 * row + t * step, tokens.k.data() + 64 * t, 64 * sizeof(float));
@@ -63,11 +67,12 @@ TEST_CASE("fault 70, fault 71, S4, S12: row and token strides past 2^31 elements
 
     kivi_tensor q = k, result = strided(out.floats(), {5, 2, 1, 64}, {row, step, 64, 1});
     Bytes workspace(1 << 20);
-    REQUIRE(kivi_attend(cache, 0, Batch(rows), &q, &result, nullptr, workspace.data(), workspace.size(), nullptr) ==
-            KIVI_OK);
+    REQUIRE(kivi_attend(cache, 0, Batch(rows), &q, &result, nullptr, workspace.data(), workspace.size(),
+                        nullptr) == KIVI_OK);
     const Answer expected = plain.attend({{4, 2}}, tokens.k);
     for (int64_t t : {0, 1}) {
-        CHECK(std::memcmp(out.floats() + 4 * row + t * step, expected.out.data() + 64 * t, 64 * sizeof(float)) == 0);
+        CHECK(std::memcmp(out.floats() + 4 * row + t * step, expected.out.data() + 64 * t,
+                          64 * sizeof(float)) == 0);
     }
     CHECK(Floats(out.floats(), out.floats() + 64) == Floats(64, 0.0f));  // row 0 is unchanged
 
@@ -80,7 +85,8 @@ TEST_CASE("fault 70, fault 71, S4, S12: row and token strides past 2^31 elements
     CHECK(ragged.blob(4) == second.blob(4));
 }
 
-TEST_CASE("TEST 22, fault 70: windows past 2^31 elements: the last of 4096 sequences is as right as the first") {
+TEST_CASE(
+    "TEST 22, fault 70: windows past 2^31 elements: the last of 4096 sequences is as right as the first") {
     kivi_config with = config(channel(2, 32), token(2, 32), {8, 8, 128, 128}, {256, 256, 256});
     with.max_sequences = 4096;
     with.max_tokens = 900;
@@ -104,7 +110,8 @@ TEST_CASE("fault 73, TEST 22: sizes are 64-bit, or refused with the limit") {
     kivi_memory memory{};
     REQUIRE(kivi_cache_estimate(&with, &memory, sizeof memory) == KIVI_OK);
     // The tail keeps 32 tokens out of the pages; blocks are 128 tokens.
-    const uint64_t block = 64 * uint64_t(part_bytes(with.layer.k, 256, KIVI_F16) + part_bytes(with.layer.v, 256, KIVI_F16));
+    const uint64_t block =
+        64 * uint64_t(part_bytes(with.layer.k, 256, KIVI_F16) + part_bytes(with.layer.v, 256, KIVI_F16));
     CHECK(memory.block_bytes == block);
     CHECK(memory.page_bytes == uint64_t(memory.blocks) * block);
     CHECK(uint64_t(memory.blocks) >= (uint64_t{1} << 31) / 128 - 1);
@@ -120,10 +127,12 @@ TEST_CASE("fault 73, TEST 22: sizes are 64-bit, or refused with the limit") {
     CHECK(memory.page_bytes == uint64_t(memory.blocks) * 4096 * 2 * 6144);
 }
 
-TEST_CASE("fault 74: head dims and bases that no vector fits: any element alignment works, others are refused") {
+TEST_CASE(
+    "fault 74: head dims and bases that no vector fits: any element alignment works, others are refused") {
     for (int dim : {8, 80, 96}) {
         for (int32_t dtype : {KIVI_F16, KIVI_BF16, KIVI_F32}) {
-            const kivi_config with = config(channel(2, 32), token(2, KIVI_GROUP_HEAD), {2, 4, dim, dim}, {0, 16, 32});
+            const kivi_config with =
+                config(channel(2, 32), token(2, KIVI_GROUP_HEAD), {2, 4, dim, dim}, {0, 16, 32});
             const Cache odd(with), even(with);
             Random random(74);
             const Tokens tokens = random_tokens(random, odd.layer(), 90);
@@ -136,8 +145,8 @@ TEST_CASE("fault 74: head dims and bases that no vector fits: any element alignm
             const Tensor q(dtype, {1, 4, dim}, {1, dim + 1, 1}, 1, queries);
             const Tensor out(dtype, {1, 4, dim}, {1, dim + 1, 1}, 1);
             Bytes workspace(1 << 20);
-            REQUIRE(kivi_attend(odd, 0, Batch({{0, 1}}), q, out, nullptr, workspace.data() + 3, workspace.size() - 3,
-                                nullptr) == KIVI_OK);
+            REQUIRE(kivi_attend(odd, 0, Batch({{0, 1}}), q, out, nullptr, workspace.data() + 3,
+                                workspace.size() - 3, nullptr) == KIVI_OK);
             CHECK(out.marks_intact());
             Ask ask;
             ask.q_dtype = ask.out_dtype = dtype;
@@ -150,7 +159,8 @@ TEST_CASE("fault 74: head dims and bases that no vector fits: any element alignm
     }
 }
 
-TEST_CASE("fault 76: K and V as views of one packed QKV, and heads and tokens that are expanded with stride 0") {
+TEST_CASE(
+    "fault 76: K and V as views of one packed QKV, and heads and tokens that are expanded with stride 0") {
     kivi_config with = config(channel(2, 32), token(2, 32), {2, 4, 64, 64}, {0, 32, 32});
     const Cache viewed(with), copied(with);
     Random random(76);
@@ -159,7 +169,8 @@ TEST_CASE("fault 76: K and V as views of one packed QKV, and heads and tokens th
     // [token][4 query heads, 2 key heads, 2 value heads]
     Floats fused;
     for (int64_t t = 0; t < 100; ++t) {
-        for (const Floats& part : {rows_of(q, 256, t, t + 1), rows_of(tokens.k, 128, t, t + 1), rows_of(tokens.v, 128, t, t + 1)}) {
+        for (const Floats& part : {rows_of(q, 256, t, t + 1), rows_of(tokens.k, 128, t, t + 1),
+                                   rows_of(tokens.v, 128, t, t + 1)}) {
             fused.insert(fused.end(), part.begin(), part.end());
         }
     }
@@ -174,8 +185,8 @@ TEST_CASE("fault 76: K and V as views of one packed QKV, and heads and tokens th
     CHECK(viewed.blob() == copied.blob());
     const Tensor out(KIVI_F32, {100, 4, 64});
     Bytes workspace(8 << 20);
-    REQUIRE(kivi_attend(viewed, 0, Batch({{0, 100}}), &queries, out, nullptr, workspace.data(), workspace.size(), nullptr) ==
-            KIVI_OK);
+    REQUIRE(kivi_attend(viewed, 0, Batch({{0, 100}}), &queries, out, nullptr, workspace.data(),
+                        workspace.size(), nullptr) == KIVI_OK);
     CHECK(bit_equal(out.read(), copied.attend({{0, 100}}, q).out));
 
     // One head for all, one token for all; also for the queries. Refused for outputs.
@@ -188,15 +199,16 @@ TEST_CASE("fault 76: K and V as views of one packed QKV, and heads and tokens th
     repeated.append(0, {copies, copies}, 0, 100);
     CHECK(expanded.blob() == repeated.blob());
     const Tensor one_query(KIVI_F32, {1, 4, 64}, {0, 0, 1}, 0, head), row(KIVI_F32, {1, 4, 64});
-    REQUIRE(kivi_attend(expanded, 0, Batch({{0, 1}}), one_query, row, nullptr, workspace.data(), workspace.size(),
-                        nullptr) == KIVI_OK);
+    REQUIRE(kivi_attend(expanded, 0, Batch({{0, 1}}), one_query, row, nullptr, workspace.data(),
+                        workspace.size(), nullptr) == KIVI_OK);
     CHECK(bit_equal(row.read(), repeated.attend({{0, 1}}, rows_of(copies, 64, 0, 4)).out));
-    CHECK(kivi_attend(expanded, 0, Batch({{0, 1}}), one_query, one_query, nullptr, workspace.data(), workspace.size(),
-                      nullptr) == KIVI_ERROR_INVALID_ARGUMENT);
+    CHECK(kivi_attend(expanded, 0, Batch({{0, 1}}), one_query, one_query, nullptr, workspace.data(),
+                      workspace.size(), nullptr) == KIVI_ERROR_INVALID_ARGUMENT);
     CHECK(says("broadcast"));
 }
 
-TEST_CASE("fault 77: gaps between rows, tokens and heads of inputs and outputs are neither read nor written") {
+TEST_CASE(
+    "fault 77: gaps between rows, tokens and heads of inputs and outputs are neither read nor written") {
     kivi_config with = config(channel(2, 32), token(2, 32), {2, 4, 64, 64}, {0, 32, 32});
     with.max_sequences = 2;
     const Cache gapped(with), dense(with);
@@ -215,8 +227,8 @@ TEST_CASE("fault 77: gaps between rows, tokens and heads of inputs and outputs a
     kivi_attend_params_init(&params, sizeof params);
     params.lse = lse;
     Bytes workspace(8 << 20);
-    REQUIRE(kivi_attend(gapped, 0, Batch({{0, 3}, {1, 3}}), queries, out, &params, workspace.data(), workspace.size(),
-                        nullptr) == KIVI_OK);
+    REQUIRE(kivi_attend(gapped, 0, Batch({{0, 3}, {1, 3}}), queries, out, &params, workspace.data(),
+                        workspace.size(), nullptr) == KIVI_OK);
     CHECK(out.marks_intact());
     CHECK(lse.marks_intact());
     Ask ask;
@@ -276,7 +288,8 @@ TEST_CASE("fault 92: keys and values may be freed and written over once the stre
     plain.append(0, tokens, 0, 100);
     Floats k = tokens.k, v = tokens.v;
     if (backend().host_memory) {
-        const kivi_tensor keys = strided(k.data(), {100, 1, 64}, {64, 64, 1}), values = strided(v.data(), {100, 1, 64}, {64, 64, 1});
+        const kivi_tensor keys = strided(k.data(), {100, 1, 64}, {64, 64, 1}),
+                          values = strided(v.data(), {100, 1, 64}, {64, 64, 1});
         REQUIRE(kivi_append(cache, 0, Batch({{0, 100}}), &keys, &values, nullptr) == KIVI_OK);
     } else {
         cache.append(0, tokens, 0, 100);

@@ -32,7 +32,8 @@ TEST_CASE("fault 49: rows that are skipped write nowhere") {
     const Tokens tokens = random_tokens(random, cache.layer(), 200);
     cache.append(0, tokens, 0, 200);
     const Bytes before = cache.blob(0);
-    const Tensor k(KIVI_F32, {3, 4, 1, 64}, Floats(3 * 4 * 64, kNaN)), v(KIVI_F32, {3, 4, 1, 64}, Floats(3 * 4 * 64, kNaN));
+    const Tensor k(KIVI_F32, {3, 4, 1, 64}, Floats(3 * 4 * 64, kNaN)),
+        v(KIVI_F32, {3, 4, 1, 64}, Floats(3 * 4 * 64, kNaN));
     REQUIRE(kivi_append(cache, 0, Batch({{-1, 4}, {-1, 4}, {-1, 4}}), k, v, nullptr) == KIVI_OK);
     REQUIRE(kivi_append(cache, 0, Batch({{0, 0}, {1, 0}, {2, 0}}), k, v, nullptr) == KIVI_OK);
     CHECK(cache.blob(0) == before);
@@ -40,8 +41,8 @@ TEST_CASE("fault 49: rows that are skipped write nowhere") {
     // A skipped row of attend leaves its part of the output alone.
     const Tensor q(KIVI_F32, {3, 1, 2, 64}, random.normals(3 * 2 * 64)), out(KIVI_F32, {3, 1, 2, 64});
     Bytes workspace(1 << 20);
-    REQUIRE(kivi_attend(cache, 0, Batch({{-1, 1}, {1, 0}, {-1, 1}}), q, out, nullptr, workspace.data(), workspace.size(),
-                        nullptr) == KIVI_OK);
+    REQUIRE(kivi_attend(cache, 0, Batch({{-1, 1}, {1, 0}, {-1, 1}}), q, out, nullptr, workspace.data(),
+                        workspace.size(), nullptr) == KIVI_OK);
     CHECK(out.untouched());
 }
 
@@ -75,7 +76,8 @@ TEST_CASE("fault 55: rows of 1000 and of 100 new queries each see their own past
     check_attend(cache, {{0, 1000}, {1, 100}}, random.normals(1100 * 2 * 64));
 }
 
-TEST_CASE("fault 56, TEST 30: the workspace that was queried suffices for the worst call, one byte less does not") {
+TEST_CASE(
+    "fault 56, TEST 30: the workspace that was queried suffices for the worst call, one byte less does not") {
     kivi_config with = config(channel(3, 64), rotated(token(2, 64)), {2, 8, 64, 64}, {64, 64, 64});
     with.max_sequences = 3;
     const Cache cache(with);
@@ -94,10 +96,12 @@ TEST_CASE("fault 56, TEST 30: the workspace that was queried suffices for the wo
     const Tensor workspace(KIVI_F32, {int64_t(bytes / 4 + 2)});
     uint8_t* const memory = const_cast<uint8_t*>(static_cast<const uint8_t*>(workspace.data()));
     const Batch batch({{0, 40}, {1, 40}, {2, 40}});
-    CHECK(kivi_attend(cache, 0, batch, q, out, &params, memory, bytes - 1, nullptr) == KIVI_ERROR_BUFFER_TOO_SMALL);
+    CHECK(kivi_attend(cache, 0, batch, q, out, &params, memory, bytes - 1, nullptr) ==
+          KIVI_ERROR_BUFFER_TOO_SMALL);
     CHECK(says("workspace_bytes is " + std::to_string(bytes - 1)));
     CHECK(out.untouched());
-    CHECK(kivi_attend(cache, 0, batch, q, out, &params, memory + 1, bytes, nullptr) == KIVI_OK);  // any alignment
+    CHECK(kivi_attend(cache, 0, batch, q, out, &params, memory + 1, bytes, nullptr) ==
+          KIVI_OK);  // any alignment
     CHECK(workspace.marks_intact());
     // No score matrix: a hundred thousand tokens and prompts of thousands ask for a sliver of what they read.
     with.max_tokens = 100000;
@@ -135,7 +139,8 @@ TEST_CASE("fault 62: the second turn of 6 tokens sees the 20 of the first and it
     const Cache cache(config(channel(2, 32), token(2, 32), {1, 1, 64, 64}, {0, 64, 32}));
     Random random(62);
     Tokens tokens = random_tokens(random, cache.layer(), 26);
-    for (size_t i = 0; i < tokens.v.size(); ++i) tokens.v[i] = i % 64 == i / 64 ? 1.0f : 0.0f;  // one-hot by position
+    for (size_t i = 0; i < tokens.v.size(); ++i)
+        tokens.v[i] = i % 64 == i / 64 ? 1.0f : 0.0f;  // one-hot by position
     const Floats q = random.normals(6 * 64);
     const auto check_reach = [&](const Answer& answer) {
         for (size_t row = 0; row < 6; ++row) {
@@ -191,7 +196,8 @@ TEST_CASE("fault 65: window_left 7, 20 cached, 4 queries: row i sees 13 + i .. 2
     }
 }
 
-TEST_CASE("fault 67: every tail from 0 to a tile behind 0, 1, 4 and 9 groups, windows that begin in every part") {
+TEST_CASE(
+    "fault 67: every tail from 0 to a tile behind 0, 1, 4 and 9 groups, windows that begin in every part") {
     for (int64_t groups : {0, 1, 4, 9}) {
         for (int64_t tail = 0; tail <= 32; ++tail) {
             CAPTURE(groups);
@@ -203,7 +209,8 @@ TEST_CASE("fault 67: every tail from 0 to a tile behind 0, 1, 4 and 9 groups, wi
             cache.flush();
             CHECK(length - cache.length().key_border == tail % 32);
             const Floats q = random.normals(2 * 64);
-            for (int64_t reach : {int64_t{-1}, tail / 2, tail, tail + 16 * groups, length - 17, length - 1, length}) {
+            for (int64_t reach :
+                 {int64_t{-1}, tail / 2, tail, tail + 16 * groups, length - 17, length - 1, length}) {
                 Ask ask;
                 ask.window_left = std::max<int64_t>(-1, reach);
                 check_attend(cache, {{0, 1}}, q, ask);

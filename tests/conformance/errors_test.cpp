@@ -139,9 +139,10 @@ TEST_CASE("fault 116: estimate, report and the formula agree for 88000 tokens") 
     const Cache cache(with);
     const kivi_memory report = cache.memory();
     CHECK(report.total_bytes == estimate.total_bytes);
-    CHECK(report.total_bytes == report.page_bytes + report.window_bytes + report.table_bytes + report.moment_bytes +
-                                    report.scratch_bytes);
-    const uint64_t block = 4 * 8 * uint64_t(part_bytes(with.layer.k, 128, KIVI_F16) + part_bytes(with.layer.v, 128, KIVI_F16));
+    CHECK(report.total_bytes == report.page_bytes + report.window_bytes + report.table_bytes +
+                                    report.moment_bytes + report.scratch_bytes);
+    const uint64_t block =
+        4 * 8 * uint64_t(part_bytes(with.layer.k, 128, KIVI_F16) + part_bytes(with.layer.v, 128, KIVI_F16));
     CHECK(report.block_bytes == block);
     CHECK(report.page_bytes == uint64_t(report.blocks) * block);
     CHECK(report.window_bytes == uint64_t(2 * 4 * 8) * (64 + 64 + 64) * 2 * 128 * 2);
@@ -192,7 +193,8 @@ TEST_CASE("TEST 36: a hundred prompt lengths, the same results as any other chun
     }
 }
 
-TEST_CASE("[THREAD-1] two threads that append to one cache: each call works or is refused, and all are counted") {
+TEST_CASE(
+    "[THREAD-1] two threads that append to one cache: each call works or is refused, and all are counted") {
     kivi_config with = config(channel(2, 32), token(2, 32), {2, 2, 64, 64}, {0, 32, 32});
     with.max_sequences = 2;
     with.max_tokens = 20000;

@@ -36,10 +36,12 @@ TEST_CASE("TEST 07: published schedule, prompts around every boundary, then a fi
     }
 }
 
-TEST_CASE("TEST 08: 300 tokens at once, one by one, and in 7 random pieces are the same bytes and the same output") {
-    for (const kivi_config& with :
-         {preset("k3v2", {2, 4, 64, 64}), preset("kivi2-sink", {2, 4, 64, 64}), preset("kivi2-paper", {2, 4, 64, 64}),
-          preset("kivi4", {2, 4, 64, 64}), preset("f16", {2, 4, 64, 64})}) {
+TEST_CASE(
+    "TEST 08: 300 tokens at once, one by one, and in 7 random pieces are the same bytes and the same "
+    "output") {
+    for (const kivi_config& with : {preset("k3v2", {2, 4, 64, 64}), preset("kivi2-sink", {2, 4, 64, 64}),
+                                    preset("kivi2-paper", {2, 4, 64, 64}), preset("kivi4", {2, 4, 64, 64}),
+                                    preset("f16", {2, 4, 64, 64})}) {
         const Cache whole(with), single(with), pieces(with);
         Random random(8);
         const Tokens tokens = random_tokens(random, whole.layer(), 300);
@@ -94,7 +96,8 @@ TEST_CASE("TEST 10, TEST 29: a thousand single tokens, and the bytes at 4097") {
         CHECK(tail_of(cache, true) >= 1);
         CHECK(tail_of(cache, true) <= 128);
         CHECK(tail_of(cache, false) == std::min<int64_t>(n, 129));
-        CHECK(cache.statistics().live_bytes == two_bit_bytes(n, cache.length().key_border, cache.length().value_border));
+        CHECK(cache.statistics().live_bytes ==
+              two_bit_bytes(n, cache.length().key_border, cache.length().value_border));
     }
     cache.append(0, tokens, 1000, 4097);
     CHECK(cache.statistics().live_bytes - 2 * 256 == 419840);  // without the newest token itself
@@ -107,7 +110,8 @@ TEST_CASE("TEST 11: published, 100 tokens, then 60 in one append") {
     cache.append(0, tokens, 0, 100);
     cache.append(0, tokens, 100, 160);
     CHECK(cache.length().key_border == 128);
-    CHECK(cache.length().value_border == 31);  // the published 32 counts after the step, as the next attend sees it
+    CHECK(cache.length().value_border ==
+          31);  // the published 32 counts after the step, as the next attend sees it
     cache.append(0, tokens, 160, 161);
     CHECK(cache.length().value_border == 32);
     check_attend(cache, {{0, 1}}, random.normals(128));
@@ -156,7 +160,8 @@ TEST_CASE("TEST 14: query head h reads KV head h / ratio; heads that do not divi
     cache.append(0, tokens, 0, 100);
     const Answer answer = cache.attend({{0, 1}}, random.normals(8 * 64));
     for (size_t i = 0; i < answer.out.size(); ++i) CHECK(answer.out[i] == doctest::Approx(float(i / 64 / 4)));
-    CHECK(create_status(config(channel(2, 32), token(2, 32), {4, 6, 64, 64}, {})) == KIVI_ERROR_INVALID_ARGUMENT);
+    CHECK(create_status(config(channel(2, 32), token(2, 32), {4, 6, 64, 64}, {})) ==
+          KIVI_ERROR_INVALID_ARGUMENT);
     CHECK(says("q_heads is 6"));
 }
 
@@ -223,15 +228,18 @@ TEST_CASE("TEST 18, fault 28, fault 29: head dims that groups and powers of two 
         kivi_spec k, v;
         int key_dim, value_dim;
     };
-    for (const Shape& shape : {Shape{channel(2, 32), token(2, 32), 80, 80}, {channel(2, 64), token(2, 64), 96, 96},
-                               {channel(2, 32), token(2, 64), 112, 112}, {channel(2, 32), token(2, 32), 192, 128},
+    for (const Shape& shape : {Shape{channel(2, 32), token(2, 32), 80, 80},
+                               {channel(2, 64), token(2, 64), 96, 96},
+                               {channel(2, 32), token(2, 64), 112, 112},
+                               {channel(2, 32), token(2, 32), 192, 128},
                                {token(2, 32), token(2, 64), 80, 96}}) {
         CAPTURE(shape.key_dim);
         const Cache cache(config(shape.k, shape.v, {2, 4, shape.key_dim, shape.value_dim}, {0, 16, 64}));
         Random random{uint64_t(shape.key_dim)};
         Tokens tokens = random_tokens(random, cache.layer(), 150);
         for (Floats* part : {&tokens.k, &tokens.v}) {
-            for (float& x : *part) x = 5 + float(random.uniform());  // all in [5, 6]: a lane that counts as 0 shows
+            for (float& x : *part)
+                x = 5 + float(random.uniform());  // all in [5, 6]: a lane that counts as 0 shows
         }
         cache.append(0, tokens, 0, 150);
         CHECK(cache.length().key_border == 128);
@@ -254,9 +262,11 @@ TEST_CASE("TEST 18, fault 28, fault 29: head dims that groups and powers of two 
         cache.append(0, random_tokens(random, cache.layer(), 100), 0, 100);
         check_attend(cache, {{0, 1}}, random.normals(2 * size_t(dim)));
     }
-    CHECK(create_status(config(channel(2, 32), token(2, 64), {1, 1, 64, 48}, {})) == KIVI_ERROR_INVALID_ARGUMENT);
+    CHECK(create_status(config(channel(2, 32), token(2, 64), {1, 1, 64, 48}, {})) ==
+          KIVI_ERROR_INVALID_ARGUMENT);
     CHECK(says("larger than the head dim 48"));
-    CHECK(create_status(config(channel(2, 32), token(2, 32), {1, 1, 46, 64}, {})) == KIVI_ERROR_INVALID_ARGUMENT);
+    CHECK(create_status(config(channel(2, 32), token(2, 32), {1, 1, 46, 64}, {})) ==
+          KIVI_ERROR_INVALID_ARGUMENT);
     CHECK(says("key_dim is 46"));
 }
 
@@ -311,20 +321,24 @@ TEST_CASE("TEST 25, S7: twenty flushes never change the bytes of the first group
     CHECK(payload_in(cache.blob(), 0) == payload(with, cache.layer(), tokens, 640, 640, 640));
 }
 
-TEST_CASE("TEST 26, fault 118: support tells beforehand what create and attend then do, for every pair of bits and dim") {
+TEST_CASE(
+    "TEST 26, fault 118: support tells beforehand what create and attend then do, for every pair of bits and "
+    "dim") {
     Random random(26);
     for (int dim : {8, 64, 80, 128, 512, 60, 520}) {
         for (int k : {2, 3, 4, 8, 16, 5}) {
             for (int v : {2, 3, 4, 8, 16, 1}) {
                 const int head = KIVI_GROUP_HEAD;
-                const kivi_config with = config(k == 16 ? full() : channel(k, 32), v == 16 ? full() : token(v, head),
-                                                {1, 1, dim, dim}, {0, 8, 32});
+                const kivi_config with =
+                    config(k == 16 ? full() : channel(k, 32), v == 16 ? full() : token(v, head),
+                           {1, 1, dim, dim}, {0, 8, 32});
                 kivi_support support{};
                 REQUIRE(kivi_query_support(&with, 0, &support, sizeof support) == KIVI_OK);
                 const bool valid = k != 5 && v != 1 && dim != 60 && dim != 520;
                 CHECK(support.supported == int(valid));
                 CHECK((support.attend_path != KIVI_PATH_NONE) == valid);
-                CHECK((support.attend_path >= KIVI_PATH_FAST || support.reason[0] != 0));  // never silently slower
+                CHECK((support.attend_path >= KIVI_PATH_FAST ||
+                       support.reason[0] != 0));  // never silently slower
                 CHECK((create_status(with) == KIVI_OK) == valid);
                 if (!valid) {
                     CHECK(support.reason == error());
@@ -333,7 +347,9 @@ TEST_CASE("TEST 26, fault 118: support tells beforehand what create and attend t
                 const Cache cache(with);
                 cache.append(0, random_tokens(random, cache.layer(), 42), 0, 42);
                 check_attend(cache, {{0, 1}}, random.normals(size_t(dim)));
-                const double bits = 8.0 * double(part_bytes(with.layer.k, dim, KIVI_F16) + part_bytes(with.layer.v, dim, KIVI_F16)) /
+                const double bits = 8.0 *
+                                    double(part_bytes(with.layer.k, dim, KIVI_F16) +
+                                           part_bytes(with.layer.v, dim, KIVI_F16)) /
                                     (128.0 * 2 * dim);
                 CHECK(support.bits_per_element == doctest::Approx(bits));
             }
@@ -351,7 +367,8 @@ TEST_CASE("TEST 27: offset key channels need grouping by channel") {
     const Floats q = random.normals(128, 0.5f);
     double error_of[2];
     for (int axis : {0, 1}) {
-        const Cache cache(config(axis == 0 ? channel(2, 32) : token(2, 32), token(8, 32), {1, 1, 128, 128}, {0, 0, 32}));
+        const Cache cache(
+            config(axis == 0 ? channel(2, 32) : token(2, 32), token(8, 32), {1, 1, 128, 128}, {0, 0, 32}));
         cache.append(0, tokens, 0, 512);
         const Exact exact = exact_attention(cache.layer(), tokens, q, {});
         error_of[axis] = distance(cache.attend({{0, 1}}, q), exact, 128).whole;
@@ -434,7 +451,8 @@ TEST_CASE("fault 37: head dim 64, learned sinks, windows of 128 and none by turn
     with.layer_count = 2;
     const Cache cache(with);
     Random random(37);
-    for (int layer : {0, 1}) cache.append(0, random_tokens(random, cache.layer(layer), 300), 0, 300, 0, layer);
+    for (int layer : {0, 1})
+        cache.append(0, random_tokens(random, cache.layer(layer), 300), 0, 300, 0, layer);
     for (int layer : {0, 1}) {
         Ask ask;
         ask.window_left = layer == 0 ? 128 : -1;

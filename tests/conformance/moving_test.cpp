@@ -12,7 +12,8 @@ TEST_CASE("fault 94: pages 0 1 2 and pages scattered among those of others give 
     with.max_sequences = 4;
     const Cache ordered(with), scattered(with);
     Random random(94);
-    const Tokens tokens = random_tokens(random, ordered.layer(), 700), other = random_tokens(random, ordered.layer(), 700);
+    const Tokens tokens = random_tokens(random, ordered.layer(), 700),
+                 other = random_tokens(random, ordered.layer(), 700);
     ordered.append(1, tokens, 0, 700);
     // Others take pages, give some back, and take more in between.
     scattered.append(0, other, 0, 600);
@@ -28,7 +29,8 @@ TEST_CASE("fault 94: pages 0 1 2 and pages scattered among those of others give 
     CHECK(bit_equal(ordered.attend({{1, 3}}, q), scattered.attend({{1, 3}}, q)));
 }
 
-TEST_CASE("fault 97: blobs of another group, bits, rotation, window or model are a mismatch, and change nothing") {
+TEST_CASE(
+    "fault 97: blobs of another group, bits, rotation, window or model are a mismatch, and change nothing") {
     const kivi_config own = config(channel(2, 32), token(2, 32), {1, 2, 64, 64}, {0, 64, 64});
     const Cache cache(own);
     Random random(97);
@@ -78,7 +80,8 @@ TEST_CASE("fault 97: blobs of another group, bits, rotation, window or model are
     CHECK(reader.blob(2) == before);
 }
 
-TEST_CASE("fault 98: a blob cut anywhere or with one bit flipped fails, and the old content goes on bit for bit") {
+TEST_CASE(
+    "fault 98: a blob cut anywhere or with one bit flipped fails, and the old content goes on bit for bit") {
     const kivi_config with = preset("kivi2-sink", {1, 2, 64, 64});
     const Cache cache(with), source(with), untouched(with);
     Random random(98);
@@ -101,7 +104,8 @@ TEST_CASE("fault 98: a blob cut anywhere or with one bit flipped fails, and the 
     CHECK(bit_equal(cache.attend({{0, 1}}, q), untouched.attend({{0, 1}}, q)));
 }
 
-TEST_CASE("fault 100, TEST 31: save with a half full tail and a window of 128, load, 16 steps: the same bits") {
+TEST_CASE(
+    "fault 100, TEST 31: save with a half full tail and a window of 128, load, 16 steps: the same bits") {
     for (const char* name : {"k3v2", "kivi2-sink", "kivi2-paper"}) {
         const kivi_config with = preset(name, {2, 4, 64, 64});
         const Cache run(with), loaded(with);
@@ -127,7 +131,10 @@ TEST_CASE("fault 101: Hq 64, Hkv 8: export needs exactly the queried bytes, coun
     cache.append(0, random_tokens(random, cache.layer(), 128), 0, 128);
     size_t bytes = 0, written = 0;
     REQUIRE(kivi_export_size(cache, 0, &bytes) == KIVI_OK);
-    CHECK(bytes == 96 + 128 + 8 * size_t(part_bytes(channel(2, 32), 64, KIVI_F16) + part_bytes(token(2, 32), 64, KIVI_F16)) + 4);
+    CHECK(bytes ==
+          96 + 128 +
+              8 * size_t(part_bytes(channel(2, 32), 64, KIVI_F16) + part_bytes(token(2, 32), 64, KIVI_F16)) +
+              4);
     Bytes buffer(bytes + 8, 0xA5);
     CHECK(kivi_export(cache, 0, buffer.data(), bytes - 1, &written, nullptr) == KIVI_ERROR_BUFFER_TOO_SMALL);
     CHECK(buffer == Bytes(bytes + 8, 0xA5));

@@ -16,7 +16,8 @@ const Span kNoWindows{0, 0, 32};
 Tokens patterned(const kivi_layer& layer, int64_t tokens, const Floats& pattern, int channel = 3) {
     const size_t dk = size_t(layer.key_dim), dv = size_t(layer.value_dim);
     Tokens made{Floats(size_t(tokens) * dk, 0.0f), Floats(size_t(tokens) * dv, 0.0f)};
-    for (size_t t = 0; t < size_t(tokens); ++t) made.k[t * dk + size_t(channel)] = pattern[t % pattern.size()];
+    for (size_t t = 0; t < size_t(tokens); ++t)
+        made.k[t * dk + size_t(channel)] = pattern[t % pattern.size()];
     for (size_t i = 0; i < made.v.size(); ++i) made.v[i] = pattern[i % dv % pattern.size()];
     return made;
 }
@@ -42,9 +43,10 @@ TEST_CASE("TEST 01: codes 0 1 2 3 are the bytes E4, codes 0 .. 15 the bytes 10 3
         cache.append(0, patterned(cache.layer(), 32, pattern), 0, 32);
         const Bytes bytes = payload_in(cache.blob(), 0);
         const size_t group = size_t(4 * bits), keys = 64 * group;
-        const Bytes word = bits == 2 ? Bytes{0xE4, 0xE4, 0xE4, 0xE4}
-                                     : Bytes{0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE};
-        CHECK(Bytes(bytes.begin() + int64_t(3 * group), bytes.begin() + int64_t(3 * group + word.size())) == word);
+        const Bytes word =
+            bits == 2 ? Bytes{0xE4, 0xE4, 0xE4, 0xE4} : Bytes{0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE};
+        CHECK(Bytes(bytes.begin() + int64_t(3 * group), bytes.begin() + int64_t(3 * group + word.size())) ==
+              word);
         // Scale 1 and min 0 of channel 3, as f16, behind the codes.
         CHECK(bytes[keys + 2 * 3] == 0x00);
         CHECK(bytes[keys + 2 * 3 + 1] == 0x3C);
@@ -65,7 +67,8 @@ TEST_CASE("TEST 02: 0, 0.5, 1.5, 2.5, 3 get the codes 0, 0, 2, 2, 3") {
     for (int c = 0; c < 64; ++c) CHECK(read.v[size_t(c)] == expected[c % 5]);
 }
 
-TEST_CASE("TEST 03, fault 7, fault 8, S1: constant and zero groups come back exactly, with code 0 and scale 0") {
+TEST_CASE(
+    "TEST 03, fault 7, fault 8, S1: constant and zero groups come back exactly, with code 0 and scale 0") {
     for (int bits : {2, 3, 4, 8}) {
         for (float value : {7.25f, 0.0f, 100.0f, -3.5f}) {
             CAPTURE(bits);
@@ -73,7 +76,8 @@ TEST_CASE("TEST 03, fault 7, fault 8, S1: constant and zero groups come back exa
             const Cache cache(config(channel(bits, 32), token(bits, 64), {1, 2, 64, 64}, kNoWindows));
             Random random(3);
             Tokens tokens = random_tokens(random, cache.layer(), 64);
-            for (int t = 0; t < 32; ++t) tokens.k[size_t(t * 64 + 5)] = value;  // the first group of channel 5
+            for (int t = 0; t < 32; ++t)
+                tokens.k[size_t(t * 64 + 5)] = value;  // the first group of channel 5
             for (int c = 0; c < 64; ++c) tokens.v[size_t(9 * 64 + c)] = value;  // the row of token 9
             cache.append(0, tokens, 0, 64);
             const Tokens read = cache.dequantize();
@@ -158,7 +162,8 @@ TEST_CASE("fault 2: a product of 280000 in one channel decides the softmax, in f
         ask.q_dtype = dtype;
         const Answer answer = cache.attend({{0, 1}}, q, ask);
         const Tokens read = cache.dequantize();
-        for (size_t c = 0; c < 128; ++c) CHECK(answer.out[c] == doctest::Approx(read.v[40 * 128 + c]).epsilon(2e-3));
+        for (size_t c = 0; c < 128; ++c)
+            CHECK(answer.out[c] == doctest::Approx(read.v[40 * 128 + c]).epsilon(2e-3));
     }
 }
 
@@ -189,7 +194,8 @@ TEST_CASE("TEST 34: uniform attention over 131072 ones is 1") {
     CHECK(answer.lse[0] == doctest::Approx(std::log(131072.0)).epsilon(1e-5));
 }
 
-TEST_CASE("fault 5: eight merged parts and one part of 32768 tokens of size 1000 are both right to a bf16 step") {
+TEST_CASE(
+    "fault 5: eight merged parts and one part of 32768 tokens of size 1000 are both right to a bf16 step") {
     kivi_config with = config(channel(2, 32), token(2, 32), {1, 1, 64, 64}, {0, 32, 32});
     with.max_tokens = 32768;
     with.max_sequences = 9;
@@ -252,7 +258,9 @@ TEST_CASE("fault 10: ranges of 1e-38 and of 1e-7 give valid codes and finite res
     }
 }
 
-TEST_CASE("fault 11: imported scales that are infinite, NaN or negative are refused by their checksum and their rule") {
+TEST_CASE(
+    "fault 11: imported scales that are infinite, NaN or negative are refused by their checksum and their "
+    "rule") {
     const Cache cache(config(channel(2, 32), token(2, 32), {1, 1, 64, 64}, {0, 16, 32}));
     Random random(11);
     cache.append(0, random_tokens(random, cache.layer(), 80), 0, 80);
@@ -331,7 +339,8 @@ TEST_CASE("TEST 17, fault 13: a NaN or an infinity damages its own groups and th
     }
 }
 
-TEST_CASE("fault 14, fault 20, TEST 28: what lies in the memory before does not matter, whatever the length") {
+TEST_CASE(
+    "fault 14, fault 20, TEST 28: what lies in the memory before does not matter, whatever the length") {
     // Lengths around every part and tile; both sequences of the dirty cache were full of NaN, then reset.
     for (int64_t length : {1, 9, 31, 33, 35, 73, 129, 160, 161, 290}) {
         CAPTURE(length);
@@ -363,7 +372,8 @@ TEST_CASE("fault 14, fault 20, TEST 28: what lies in the memory before does not 
 }
 
 // [ATTEND-2]
-TEST_CASE("fault 16, fault 17: rows without tokens or without queries are skipped, empty sequences give zeros") {
+TEST_CASE(
+    "fault 16, fault 17: rows without tokens or without queries are skipped, empty sequences give zeros") {
     kivi_config with = config(channel(2, 32), token(2, 32), {1, 2, 64, 64}, {32, 32, 32});
     with.max_sequences = 4;
     const Cache cache(with);
@@ -407,15 +417,18 @@ TEST_CASE("fault 19: a part that sees nothing has LSE -infinity and merging it c
         const Tensor la(KIVI_F32, {1, 2}, first ? full_half.lse : empty_half.lse);
         const Tensor lb(KIVI_F32, {1, 2}, first ? empty_half.lse : full_half.lse);
         const Tensor out(KIVI_F32, {1, 2, 64}), lse(KIVI_F32, {1, 2});
-        const kivi_tensor outs[2] = {*static_cast<const kivi_tensor*>(a), *static_cast<const kivi_tensor*>(b)};
-        const kivi_tensor lses[2] = {*static_cast<const kivi_tensor*>(la), *static_cast<const kivi_tensor*>(lb)};
+        const kivi_tensor outs[2] = {*static_cast<const kivi_tensor*>(a),
+                                     *static_cast<const kivi_tensor*>(b)};
+        const kivi_tensor lses[2] = {*static_cast<const kivi_tensor*>(la),
+                                     *static_cast<const kivi_tensor*>(lb)};
         REQUIRE(kivi_merge(2, outs, lses, nullptr, out, lse, nullptr) == KIVI_OK);
         CHECK(bit_equal(out.read(), full_half.out));
         CHECK(bit_equal(lse.read(), full_half.lse));
     }
 }
 
-TEST_CASE("fault 22: a cap of 30 turns the score 30 into 30 tanh(1); 0 is off; negative and NaN are refused") {
+TEST_CASE(
+    "fault 22: a cap of 30 turns the score 30 into 30 tanh(1); 0 is off; negative and NaN are refused") {
     const Cache cache(config(channel(2, 32), token(2, 32), {1, 1, 64, 64}, {0, 64, 32}));
     Tokens tokens{Floats(2 * 64, 0.0f), Floats(2 * 64, 0.0f)};
     tokens.k[0] = 30;  // token 0 scores 30, token 1 scores 0
@@ -437,8 +450,8 @@ TEST_CASE("fault 22: a cap of 30 turns the score 30 into 30 tanh(1); 0 is off; n
     Bytes workspace(1 << 20);
     for (float cap : {-30.0f, kNaN, -kInfinity}) {
         params.soft_cap = cap;
-        CHECK(kivi_attend(cache, 0, Batch({{0, 1}}), query, out, &params, workspace.data(), workspace.size(), nullptr) ==
-              KIVI_ERROR_INVALID_ARGUMENT);
+        CHECK(kivi_attend(cache, 0, Batch({{0, 1}}), query, out, &params, workspace.data(), workspace.size(),
+                          nullptr) == KIVI_ERROR_INVALID_ARGUMENT);
         CHECK(says("soft_cap"));
     }
     CHECK(out.untouched());
@@ -454,7 +467,8 @@ TEST_CASE("fault 23: the LSE is a natural logarithm: 300 tokens split at 128 mer
     cache.append(1, tokens, 0, 128);
     cache.append(2, tokens, 128, 300);
     const Floats q = random.normals(4 * 64);
-    const Answer whole = cache.attend({{0, 1}}, q), a = cache.attend({{1, 1}}, q), b = cache.attend({{2, 1}}, q);
+    const Answer whole = cache.attend({{0, 1}}, q), a = cache.attend({{1, 1}}, q),
+                 b = cache.attend({{2, 1}}, q);
     for (size_t h = 0; h < 4; ++h) {
         const double wa = std::exp(double(a.lse[h])), wb = std::exp(double(b.lse[h]));
         CHECK(std::log(wa + wb) == doctest::Approx(whole.lse[h]).epsilon(1e-3));
@@ -470,7 +484,8 @@ TEST_CASE("S11, fault 35, fault 41: small signals on large offsets keep their sh
         float offset, range;
         int32_t dtype;
     };
-    for (const Input& input : {Input{0, 5e-5f, KIVI_F32}, {200, 0.5f, KIVI_BF16}, {200, 0.1f, KIVI_F16}, {200, 0.1f, KIVI_BF16}}) {
+    for (const Input& input :
+         {Input{0, 5e-5f, KIVI_F32}, {200, 0.5f, KIVI_BF16}, {200, 0.1f, KIVI_F16}, {200, 0.1f, KIVI_BF16}}) {
         kivi_config with = config(wide(channel(2, 32)), token(2, 32), {1, 1, 64, 64}, {0, 8, 32});
         with.window_dtype = input.dtype;
         const Cache cache(with), narrow([&] {
@@ -480,7 +495,8 @@ TEST_CASE("S11, fault 35, fault 41: small signals on large offsets keep their sh
         }());
         Random random(41);
         Tokens tokens = random_tokens(random, cache.layer(), 40);
-        for (size_t t = 0; t < 40; ++t) tokens.k[t * 64 + 3] = input.offset + float(random.uniform()) * input.range;
+        for (size_t t = 0; t < 40; ++t)
+            tokens.k[t * 64 + 3] = input.offset + float(random.uniform()) * input.range;
         cache.append(0, tokens, 0, 40, 0, 0, input.dtype);
         narrow.append(0, tokens, 0, 40, 0, 0, input.dtype);
         const Tokens exact = cache.dequantize(), half = narrow.dequantize();

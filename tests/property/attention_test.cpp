@@ -1,4 +1,5 @@
-// What attend gives: double precision over the dequantised cache, whatever the model, the windows and the call.
+// What attend gives: double precision over the dequantised cache, whatever the model, the windows and the
+// call.
 #include <cmath>
 
 #include "property/random_case.h"
@@ -62,9 +63,11 @@ TEST_CASE("attend equals attention in double precision over the dequantised cach
             const kivi_layer& layer = cache.layer(index);
             const Rows rows = random_rows(random);
             const Ask ask = random_ask(random, layer, count_of(rows));
-            INFO("layer ", index, ", window ", ask.window_left, ", cap ", ask.soft_cap, ", scale ", ask.scale, ", sinks ",
-                 ask.sinks.size(), ", fresh ", ask.fresh_k.size(), ", dtypes ", ask.q_dtype, " ", ask.out_dtype);
-            check_attend(cache, rows, random.normals(size_t(count_of(rows) * layer.q_heads * layer.key_dim)), ask, index);
+            INFO("layer ", index, ", window ", ask.window_left, ", cap ", ask.soft_cap, ", scale ", ask.scale,
+                 ", sinks ", ask.sinks.size(), ", fresh ", ask.fresh_k.size(), ", dtypes ", ask.q_dtype, " ",
+                 ask.out_dtype);
+            check_attend(cache, rows, random.normals(size_t(count_of(rows) * layer.q_heads * layer.key_dim)),
+                         ask, index);
         }
     }
 }
@@ -96,8 +99,8 @@ TEST_CASE("parts over disjoint windows merge to the unsplit attention, learned s
         if (length < 8) continue;
         const Tokens all = cache.dequantize(0);
         const int64_t split = random.between(1, length - 1);
-        kivi_config exact = kivi_test::config(full(), full(), {layer.kv_heads, layer.q_heads, layer.key_dim, layer.value_dim},
-                                   {0, 0, 1});
+        kivi_config exact = kivi_test::config(
+            full(), full(), {layer.kv_heads, layer.q_heads, layer.key_dim, layer.value_dim}, {0, 0, 1});
         exact.window_dtype = KIVI_F32;
         exact.max_sequences = 3;
         exact.max_tokens = 1400;
@@ -115,9 +118,12 @@ TEST_CASE("parts over disjoint windows merge to the unsplit attention, learned s
         const Tensor la(KIVI_F32, {1, heads}, a.lse), lb(KIVI_F32, {1, heads}, b.lse);
         const Tensor out(KIVI_F32, {1, heads, dim}), lse(KIVI_F32, {1, heads});
         const Tensor sinks(KIVI_F32, {1, heads}, with_sinks.sinks);
-        const kivi_tensor outs[2] = {*static_cast<const kivi_tensor*>(oa), *static_cast<const kivi_tensor*>(ob)};
-        const kivi_tensor lses[2] = {*static_cast<const kivi_tensor*>(la), *static_cast<const kivi_tensor*>(lb)};
-        REQUIRE(kivi_merge(2, outs, lses, static_cast<const float*>(sinks.data()), out, lse, nullptr) == KIVI_OK);
+        const kivi_tensor outs[2] = {*static_cast<const kivi_tensor*>(oa),
+                                     *static_cast<const kivi_tensor*>(ob)};
+        const kivi_tensor lses[2] = {*static_cast<const kivi_tensor*>(la),
+                                     *static_cast<const kivi_tensor*>(lb)};
+        REQUIRE(kivi_merge(2, outs, lses, static_cast<const float*>(sinks.data()), out, lse, nullptr) ==
+                KIVI_OK);
         const Floats merged = out.read(), merged_lse = lse.read();
         double error = 0, norm = 0;
         for (size_t i = 0; i < merged.size(); ++i) {
@@ -187,7 +193,8 @@ TEST_CASE("results are bit for bit independent of batch, threads, page placement
                     ask.fresh_k = behind(ask.fresh_k, layer.kv_heads * layer.key_dim);
                     ask.fresh_v = behind(ask.fresh_v, layer.kv_heads * layer.value_dim);
                 }
-                const Answer both = cache.attend({{0, 2}, row[0]}, behind(q[size_t(index)], layer.q_heads * layer.key_dim), ask, index);
+                const Answer both = cache.attend(
+                    {{0, 2}, row[0]}, behind(q[size_t(index)], layer.q_heads * layer.key_dim), ask, index);
                 const size_t width = size_t(layer.q_heads * layer.value_dim);
                 CHECK(bit_equal(rows_of(both.out, width, 2, 2 + row[0].count), alone.out));
                 CHECK(bit_equal(rows_of(both.lse, size_t(layer.q_heads), 2, 2 + row[0].count), alone.lse));
@@ -219,7 +226,8 @@ TEST_CASE("NaN and infinities stay in their own groups, and in the heads and que
         hurt.append(0, damaged, 0, length);
         const kivi_length borders = hurt.length();
         CHECK(payload_in(hurt.blob(), 0) ==
-              payload(with, layer, damaged, length, borders.key_border > borders.sink ? borders.key_border : 0,
+              payload(with, layer, damaged, length,
+                      borders.key_border > borders.sink ? borders.key_border : 0,
                       borders.value_border > borders.sink ? borders.value_border : 0));
         const Floats q = random.normals(size_t(layer.q_heads * layer.key_dim));
         const Answer a = clean.attend({{0, 1}}, q), b = hurt.attend({{0, 1}}, q);

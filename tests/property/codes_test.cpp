@@ -42,7 +42,8 @@ TEST_CASE("any chunking gives identical bytes, and they are those of the format"
         Random same(seed + 1), again(seed + 1);
         const auto tables = commit_moments(whole, same);
         commit_moments(pieces, again);
-        for (int layer = 0; layer < whole.layers(); ++layer) whole.append(1, tokens[size_t(layer)], 0, length, 0, layer);
+        for (int layer = 0; layer < whole.layers(); ++layer)
+            whole.append(1, tokens[size_t(layer)], 0, length, 0, layer);
         append_in_pieces(pieces, 1, tokens, 0, length, random);
         const Bytes blob = whole.blob(1);
         CHECK(pieces.blob(1) == blob);
@@ -51,8 +52,9 @@ TEST_CASE("any chunking gives identical bytes, and they are those of the format"
             const int64_t sink = std::min<int64_t>(made.config.sink, length);
             CHECK(whole.length(1, layer).key_border == std::max(key, sink));
             CHECK(whole.length(1, layer).value_border == std::max(value, sink));
-            CHECK(payload_in(blob, layer) == payload(made.config, made.layers[size_t(layer)], tokens[size_t(layer)], length,
-                                                     key, value, tables[size_t(layer)]));
+            CHECK(payload_in(blob, layer) == payload(made.config, made.layers[size_t(layer)],
+                                                     tokens[size_t(layer)], length, key, value,
+                                                     tables[size_t(layer)]));
         }
     }
 }
@@ -75,13 +77,15 @@ TEST_CASE("flush twice equals once, packs to the last multiple of the unit, and 
         cache.flush(0, 0);
         CHECK(cache.blob() == once);
         const int64_t target = length / made.unit() * made.unit();
-        int64_t packed = std::max(rolling_border(made.config, length), target > made.config.sink ? target : 0);
+        int64_t packed =
+            std::max(rolling_border(made.config, length), target > made.config.sink ? target : 0);
         flushed += packed > rolling_border(made.config, length);
         const auto check = [&](int64_t at) {
             const Bytes blob = cache.blob();
             for (int layer = 0; layer < cache.layers(); ++layer) {
-                CHECK(payload_in(blob, layer) == payload(made.config, made.layers[size_t(layer)], tokens[size_t(layer)], at,
-                                                         packed, packed, tables[size_t(layer)]));
+                CHECK(payload_in(blob, layer) == payload(made.config, made.layers[size_t(layer)],
+                                                         tokens[size_t(layer)], at, packed, packed,
+                                                         tables[size_t(layer)]));
             }
         };
         check(length);
@@ -92,7 +96,8 @@ TEST_CASE("flush twice equals once, packs to the last multiple of the unit, and 
     CHECK(flushed > 20);
 }
 
-TEST_CASE("nearest rounding with min-max ranges stays within half a step and parameter rounding, stored basis") {
+TEST_CASE(
+    "nearest rounding with min-max ranges stays within half a step and parameter rounding, stored basis") {
     int64_t elements = 0;
     for (uint64_t seed = 200; seed < 200 + kCases; ++seed) {
         const Case made(seed);
@@ -116,15 +121,17 @@ TEST_CASE("nearest rounding with min-max ranges stays within half a step and par
                 for (int head = 0; head < layer.kv_heads; ++head) {
                     Floats rows;
                     for (int64_t t = borders.sink; t < end; ++t) {
-                        const Floats row = stored_row(&given[size_t(t * layer.kv_heads + head) * size_t(dim)], dim,
-                                                      spec.transform, made.config.window_dtype);
+                        const Floats row = stored_row(&given[size_t(t * layer.kv_heads + head) * size_t(dim)],
+                                                      dim, spec.transform, made.config.window_dtype);
                         rows.insert(rows.end(), row.begin(), row.end());
                     }
                     const Packed packed = pack(rows, dim, spec, nullptr);
-                    std::vector<float> low(packed.scales.size(), kInfinity), high(packed.scales.size(), -kInfinity);
+                    std::vector<float> low(packed.scales.size(), kInfinity),
+                        high(packed.scales.size(), -kInfinity);
                     const auto for_each = [&](auto&& visit) {
                         for (int t = 0; t < packed.tokens; ++t) {
-                            for (int c = 0; c < dim; ++c) visit(t, c, packed.group_of(t, c), rows[size_t(t * dim + c)]);
+                            for (int c = 0; c < dim; ++c)
+                                visit(t, c, packed.group_of(t, c), rows[size_t(t * dim + c)]);
                         }
                     };
                     for_each([&](int, int, size_t group, float y) {
@@ -133,8 +140,10 @@ TEST_CASE("nearest rounding with min-max ranges stays within half a step and par
                     });
                     int beyond = 0;
                     for_each([&](int t, int c, size_t group, float y) {
-                        const float x = got[size_t((borders.sink + t) * layer.kv_heads + head) * size_t(dim) + size_t(c)];
-                        beyond += !(std::fabs(double(x) - y) <= half_step(packed, t, c, low[group], high[group]));
+                        const float x =
+                            got[size_t((borders.sink + t) * layer.kv_heads + head) * size_t(dim) + size_t(c)];
+                        beyond +=
+                            !(std::fabs(double(x) - y) <= half_step(packed, t, c, low[group], high[group]));
                         ++elements;
                     });
                     CHECK(beyond == 0);
@@ -145,7 +154,8 @@ TEST_CASE("nearest rounding with min-max ranges stays within half a step and par
     CHECK(elements > 100000);
 }
 
-TEST_CASE("query-aware rounding: the table is that of the formula, and y' M y falls on average against nearest") {
+TEST_CASE(
+    "query-aware rounding: the table is that of the formula, and y' M y falls on average against nearest") {
     for (uint64_t seed = 300; seed < 312; ++seed) {
         Random random(seed);
         const int dim = random.one_of({8, 64, 80, 128}), bits = random.one_of({2, 3, 4});
@@ -178,7 +188,8 @@ TEST_CASE("query-aware rounding: the table is that of the formula, and y' M y fa
                     Floats row = rows_of(q, n, i * 6 + int64_t(h), i * 6 + int64_t(h) + 1);
                     if (spec.transform) hadamard(row.data(), dim);
                     for (size_t a = 0; a < n; ++a) {
-                        for (size_t b = 0; b < n; ++b) mean[a * n + b] += double(row[a]) * row[b] / double(queries * 3);
+                        for (size_t b = 0; b < n; ++b)
+                            mean[a * n + b] += double(row[a]) * row[b] / double(queries * 3);
                     }
                 }
             }
@@ -190,7 +201,8 @@ TEST_CASE("query-aware rounding: the table is that of the formula, and y' M y fa
             const EncoderTable formula = table_from(matrices[head], dim);
             CHECK(tables[head].order == formula.order);
             for (size_t i = 0; i < formula.weights.size(); ++i) {
-                off += !(std::fabs(tables[head].weights[i] - formula.weights[i]) <= 1e-5 * (1 + std::fabs(formula.weights[i])));
+                off += !(std::fabs(tables[head].weights[i] - formula.weights[i]) <=
+                         1e-5 * (1 + std::fabs(formula.weights[i])));
             }
             CHECK(off == 0);
         }
@@ -200,7 +212,8 @@ TEST_CASE("query-aware rounding: the table is that of the formula, and y' M y fa
         CHECK(payload_in(aware.blob(), 0) == payload(with, aware.layer(), tokens, 256, 256, 256, tables));
         // Mean of e' M e over tokens.
         double cost[2] = {0, 0};
-        const Tokens read[2] = {nearest.dequantize(0, 0, KIVI_STORED_BASIS), aware.dequantize(0, 0, KIVI_STORED_BASIS)};
+        const Tokens read[2] = {nearest.dequantize(0, 0, KIVI_STORED_BASIS),
+                                aware.dequantize(0, 0, KIVI_STORED_BASIS)};
         for (int64_t t = 0; t < 256; ++t) {
             for (size_t head = 0; head < 2; ++head) {
                 const size_t at = (size_t(t) * 2 + head) * n;
@@ -209,7 +222,8 @@ TEST_CASE("query-aware rounding: the table is that of the formula, and y' M y fa
                     for (size_t a = 0; a < n; ++a) {
                         const double e = double(y[a]) - read[which].k[at + a];
                         for (size_t b = 0; b < n; ++b) {
-                            cost[which] += e * matrices[head][a * n + b] * (double(y[b]) - read[which].k[at + b]);
+                            cost[which] +=
+                                e * matrices[head][a * n + b] * (double(y[b]) - read[which].k[at + b]);
                         }
                     }
                 }

@@ -1,4 +1,5 @@
-// [FAIL-1] A failed call changes nothing: every failing call that can be made, against the whole visible state.
+// [FAIL-1] A failed call changes nothing: every failing call that can be made, against the whole visible
+// state.
 #include <cstring>
 #include <functional>
 
@@ -19,13 +20,15 @@ struct State {
             blobs.push_back(cache.blob(s));
             for (int layer = 0; layer < cache.layers(); ++layer) {
                 const kivi_length length = cache.length(s, layer);
-                numbers.insert(numbers.end(), {length.length, length.sink, length.key_border, length.value_border});
+                numbers.insert(numbers.end(),
+                               {length.length, length.sink, length.key_border, length.value_border});
             }
         }
         for (int layer = 0; layer < cache.layers(); ++layer) {
             const kivi_statistics s = cache.statistics(layer);
-            numbers.insert(numbers.end(), {s.tokens, s.packed_tokens, s.blocks_used, s.blocks_free, s.saturated_rows,
-                                           s.key_rounding, s.moments, s.moment_queries, s.device_error, int64_t(s.live_bytes)});
+            numbers.insert(numbers.end(), {s.tokens, s.packed_tokens, s.blocks_used, s.blocks_free,
+                                           s.saturated_rows, s.key_rounding, s.moments, s.moment_queries,
+                                           s.device_error, int64_t(s.live_bytes)});
             if (s.moments == 2) moments.push_back(cache.moments_blob(layer));
         }
         numbers.push_back(int64_t(cache.memory().total_bytes));
@@ -44,7 +47,8 @@ struct Failure {
 }  // namespace
 
 TEST_CASE("a failed call leaves a byte-identical state and its outputs alone") {
-    kivi_config with = config(query_aware(rotated(channel(3, 32))), rotated(token(2, 32)), {2, 4, 64, 64}, {32, 32, 32});
+    kivi_config with =
+        config(query_aware(rotated(channel(3, 32))), rotated(token(2, 32)), {2, 4, 64, 64}, {32, 32, 32});
     with.layer_count = 2;
     with.max_sequences = 3;
     with.max_tokens = 400;
@@ -61,9 +65,11 @@ TEST_CASE("a failed call leaves a byte-identical state and its outputs alone") {
 
     const Tensor k(KIVI_F32, {8, 2, 64}, tokens.k), v(KIVI_F32, {8, 2, 64}, tokens.v);
     const Tensor many_k(KIVI_F32, {300, 2, 64}, tokens.k), many_v(KIVI_F32, {300, 2, 64}, tokens.v);
-    const Tensor q(KIVI_F32, {8, 4, 64}, random.normals(8 * 4 * 64)), out(KIVI_F32, {8, 4, 64}), lse(KIVI_F32, {8, 4});
+    const Tensor q(KIVI_F32, {8, 4, 64}, random.normals(8 * 4 * 64)), out(KIVI_F32, {8, 4, 64}),
+        lse(KIVI_F32, {8, 4});
     const Tensor m(KIVI_F32, {2, 64, 64}, Floats(2 * 64 * 64, 1.0f));
-    const Batch one({{0, 2}}), two({{0, 2}, {0, 1}}), far({{3, 2}}), long_row({{0, 101}}), full_pool({{2, 300}});
+    const Batch one({{0, 2}}), two({{0, 2}, {0, 1}}), far({{3, 2}}), long_row({{0, 101}}),
+        full_pool({{2, 300}});
     const Batch mixed({{1, 2}, {0, 101}}), beyond({{0, 9}});
     const Batch offset({{0, 2}}, {7}), negative({{0, 2}}, {-1});
     const Bytes sequence = before.blobs[0], moments = before.moments[0];
@@ -99,15 +105,19 @@ TEST_CASE("a failed call leaves a byte-identical state and its outputs alone") {
 
     constexpr kivi_status kInvalid = KIVI_ERROR_INVALID_ARGUMENT;
     std::vector<Failure> failures = {
-        {"append to a full sequence", KIVI_ERROR_CAPACITY, [&] { return kivi_append(cache, 0, long_row, many_k, many_v, nullptr); }},
-        {"append, the second row full", KIVI_ERROR_CAPACITY, [&] { return kivi_append(cache, 0, mixed, many_k, many_v, nullptr); }},
-        {"append past the pool", KIVI_ERROR_CAPACITY, [&] { return kivi_append(cache, 1, full_pool, many_k, many_v, nullptr); }},
+        {"append to a full sequence", KIVI_ERROR_CAPACITY,
+         [&] { return kivi_append(cache, 0, long_row, many_k, many_v, nullptr); }},
+        {"append, the second row full", KIVI_ERROR_CAPACITY,
+         [&] { return kivi_append(cache, 0, mixed, many_k, many_v, nullptr); }},
+        {"append past the pool", KIVI_ERROR_CAPACITY,
+         [&] { return kivi_append(cache, 1, full_pool, many_k, many_v, nullptr); }},
         {"append twice to one", kInvalid, [&] { return kivi_append(cache, 0, two, k, v, nullptr); }},
         {"append to no sequence", kInvalid, [&] { return kivi_append(cache, 0, far, k, v, nullptr); }},
         {"append to no layer", kInvalid, [&] { return kivi_append(cache, 2, one, k, v, nullptr); }},
         {"append of too few tokens", kInvalid, [&] { return kivi_append(cache, 0, beyond, k, v, nullptr); }},
         {"append past the tensor", kInvalid, [&] { return kivi_append(cache, 0, offset, k, v, nullptr); }},
-        {"append before the tensor", kInvalid, [&] { return kivi_append(cache, 0, negative, k, v, nullptr); }},
+        {"append before the tensor", kInvalid,
+         [&] { return kivi_append(cache, 0, negative, k, v, nullptr); }},
         {"append of NULL", kInvalid, [&] { return kivi_append(cache, 0, one, nullptr, v, nullptr); }},
         {"append of no batch", kInvalid, [&] { return kivi_append(cache, 0, nullptr, k, v, nullptr); }},
         {"append on a stream", kInvalid, [&] { return kivi_append(cache, 0, one, k, v, stream); }},
@@ -123,32 +133,47 @@ TEST_CASE("a failed call leaves a byte-identical state and its outputs alone") {
         {"attend twice to one", kInvalid, [&] { return attend(0, two, params, workspace.size()); }},
         {"attend to no layer", kInvalid, [&] { return attend(-1, one, params, workspace.size()); }},
         {"attend to no sequence", kInvalid, [&] { return attend(0, far, params, workspace.size()); }},
-        {"attend into a broadcast", kInvalid, [&] { return kivi_attend(cache, 0, one, q, &flat, &params, workspace.data(), workspace.size(), nullptr); }},
+        {"attend into a broadcast", kInvalid,
+         [&] {
+             return kivi_attend(cache, 0, one, q, &flat, &params, workspace.data(), workspace.size(),
+                                nullptr);
+         }},
         {"reset of no sequence", kInvalid, [&] { return kivi_sequence_reset(cache, 3, nullptr); }},
         {"reset on a stream", kInvalid, [&] { return kivi_cache_reset(cache, stream); }},
         {"reserve of less than nothing", kInvalid, [&] { return kivi_reserve(cache, -1, nullptr); }},
         {"reserve past every limit", kInvalid, [&] { return kivi_reserve(cache, INT64_MAX, nullptr); }},
-        {"dequantise past the end", kInvalid, [&] { return kivi_dequantize(cache, 0, 0, 0, 301, out, nullptr, 0, nullptr); }},
-        {"dequantise backwards", kInvalid, [&] { return kivi_dequantize(cache, 0, 0, 9, 8, out, nullptr, 0, nullptr); }},
-        {"dequantise with a flag", kInvalid, [&] { return kivi_dequantize(cache, 0, 0, 0, 8, k, nullptr, 8, nullptr); }},
-        {"export into too little", KIVI_ERROR_BUFFER_TOO_SMALL, [&] { return kivi_export(cache, 0, buffer.data(), sequence.size() - 1, &written, nullptr); }},
-        {"export of no sequence", kInvalid, [&] { return kivi_export(cache, -1, buffer.data(), buffer.size(), &written, nullptr); }},
+        {"dequantise past the end", kInvalid,
+         [&] { return kivi_dequantize(cache, 0, 0, 0, 301, out, nullptr, 0, nullptr); }},
+        {"dequantise backwards", kInvalid,
+         [&] { return kivi_dequantize(cache, 0, 0, 9, 8, out, nullptr, 0, nullptr); }},
+        {"dequantise with a flag", kInvalid,
+         [&] { return kivi_dequantize(cache, 0, 0, 0, 8, k, nullptr, 8, nullptr); }},
+        {"export into too little", KIVI_ERROR_BUFFER_TOO_SMALL,
+         [&] { return kivi_export(cache, 0, buffer.data(), sequence.size() - 1, &written, nullptr); }},
+        {"export of no sequence", kInvalid,
+         [&] { return kivi_export(cache, -1, buffer.data(), buffer.size(), &written, nullptr); }},
         {"import of a cut blob", KIVI_ERROR_CORRUPT, [&] { return cache.import(0, cut); }},
         {"import of a flipped blob", KIVI_ERROR_CORRUPT, [&] { return cache.import(1, flipped); }},
         {"import of moments as a sequence", KIVI_ERROR_CORRUPT, [&] { return cache.import(1, moments); }},
         {"import to no sequence", kInvalid, [&] { return cache.import(3, sequence); }},
         {"import past the pool", KIVI_ERROR_CAPACITY, [&] { return cache.import(2, sequence); }},
-        {"accumulate while packed", KIVI_ERROR_STATE, [&] { return kivi_moments_accumulate(cache, 0, one, q, nullptr); }},
+        {"accumulate while packed", KIVI_ERROR_STATE,
+         [&] { return kivi_moments_accumulate(cache, 0, one, q, nullptr); }},
         {"set while packed", KIVI_ERROR_STATE, [&] { return kivi_moments_set(cache, 0, m, 0, nullptr); }},
         {"commit while packed", KIVI_ERROR_STATE, [&] { return kivi_moments_commit(cache, 0, nullptr); }},
-        {"import of moments while packed", KIVI_ERROR_STATE, [&] { return kivi_moments_import(cache, 0, moments.data(), moments.size(), nullptr); }},
-        {"import of broken moments", KIVI_ERROR_CORRUPT, [&] { return kivi_moments_import(cache, 0, bad_moments.data(), bad_moments.size(), nullptr); }},
+        {"import of moments while packed", KIVI_ERROR_STATE,
+         [&] { return kivi_moments_import(cache, 0, moments.data(), moments.size(), nullptr); }},
+        {"import of broken moments", KIVI_ERROR_CORRUPT,
+         [&] { return kivi_moments_import(cache, 0, bad_moments.data(), bad_moments.size(), nullptr); }},
         {"moments of no layer", kInvalid, [&] { return kivi_moments_commit(cache, 2, nullptr); }},
-        {"workspace of a negative count", kInvalid, [&] { return kivi_attend_workspace(cache, 0, 1, -1, &bytes); }},
+        {"workspace of a negative count", kInvalid,
+         [&] { return kivi_attend_workspace(cache, 0, 1, -1, &bytes); }},
     };
     for (const kivi_tensor* bad : {&no_data, &backwards, &inner, &dtype, &device, &heads, &huge}) {
-        failures.push_back({"append of broken keys", kInvalid, [&cache, &one, &v, bad] { return kivi_append(cache, 0, one, bad, v, nullptr); }});
-        failures.push_back({"append of broken values", kInvalid, [&cache, &one, &k, bad] { return kivi_append(cache, 0, one, k, bad, nullptr); }});
+        failures.push_back({"append of broken keys", kInvalid,
+                            [&cache, &one, &v, bad] { return kivi_append(cache, 0, one, bad, v, nullptr); }});
+        failures.push_back({"append of broken values", kInvalid,
+                            [&cache, &one, &k, bad] { return kivi_append(cache, 0, one, k, bad, nullptr); }});
     }
     for (const Failure& failure : failures) {
         CAPTURE(failure.what);
@@ -185,8 +210,11 @@ TEST_CASE("moments that cannot be factored, or that nobody gave, leave everythin
         size_t row, column;
         float value;
     };
-    for (const Wrong& wrong : {Wrong{"asymmetric", 3, 4, 0.5f}, {"NaN", 5, 5, kNaN}, {"infinite", 5, 5, kInfinity},
-                               {"zero on the diagonal", 7, 7, 0.0f}, {"negative", 7, 7, -1.0f}}) {
+    for (const Wrong& wrong : {Wrong{"asymmetric", 3, 4, 0.5f},
+                               {"NaN", 5, 5, kNaN},
+                               {"infinite", 5, 5, kInfinity},
+                               {"zero on the diagonal", 7, 7, 0.0f},
+                               {"negative", 7, 7, -1.0f}}) {
         CAPTURE(wrong.what);
         Floats broken = identity;
         broken[wrong.row * 64 + wrong.column] = wrong.value;

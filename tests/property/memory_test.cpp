@@ -24,19 +24,22 @@ TEST_CASE("estimate, report and statistics are the formula, byte for byte") {
             const uint64_t kv = uint64_t(layer.kv_heads);
             for (const bool key : {true, false}) {
                 const int dim = key ? layer.key_dim : layer.value_dim;
-                const int64_t capacity = made.published() ? with.recent + (key ? 1 : 2) : with.recent + with.flush;
+                const int64_t capacity =
+                    made.published() ? with.recent + (key ? 1 : 2) : with.recent + with.flush;
                 block += kv * uint64_t(part_bytes(key ? layer.k : layer.v, dim, with.window_dtype));
-                windows += kv * uint64_t(with.sink + capacity) * uint64_t(dim) * element * uint64_t(with.max_sequences);
+                windows += kv * uint64_t(with.sink + capacity) * uint64_t(dim) * element *
+                           uint64_t(with.max_sequences);
             }
             const uint64_t d = uint64_t(layer.key_dim);
-            if (layer.k.rounding == KIVI_ROUND_QUERY_AWARE) moments += kv * (4 * d * d + 2 * d + 2 * d * (d - 1));
+            if (layer.k.rounding == KIVI_ROUND_QUERY_AWARE)
+                moments += kv * (4 * d * d + 2 * d + 2 * d * (d - 1));
         }
         CHECK(report.block_bytes == block);
         CHECK(report.page_bytes == uint64_t(report.blocks) * block);
         CHECK(report.window_bytes == windows);
         CHECK(report.moment_bytes == moments);
-        CHECK(report.total_bytes == report.page_bytes + report.window_bytes + report.table_bytes + report.moment_bytes +
-                                        report.scratch_bytes);
+        CHECK(report.total_bytes == report.page_bytes + report.window_bytes + report.table_bytes +
+                                        report.moment_bytes + report.scratch_bytes);
 
         // The pool holds every sequence at its longest, and not a page more.
         const int64_t longest = (std::max<int64_t>(0, with.max_tokens - with.sink) + 127) / 128;
@@ -58,7 +61,8 @@ TEST_CASE("estimate, report and statistics are the formula, byte for byte") {
                     const int dim = key ? layer.key_dim : layer.value_dim;
                     const int64_t stored = (key ? at.key_border : at.value_border) - at.sink;
                     live += uint64_t(layer.kv_heads) *
-                            (uint64_t(part_bytes(key ? layer.k : layer.v, dim, with.window_dtype) * stored / 128) +
+                            (uint64_t(part_bytes(key ? layer.k : layer.v, dim, with.window_dtype) * stored /
+                                      128) +
                              uint64_t((length - stored) * dim) * element);
                 }
             }

@@ -1,5 +1,6 @@
-// The published schedule against a restatement of the published algorithm (arXiv 2402.02750, section 4), token by
-// token: queues of full-precision rows that are quantised as the paper's code does it, attend before quantise.
+// The published schedule against a restatement of the published algorithm (arXiv 2402.02750, section 4),
+// token by token: queues of full-precision rows that are quantised as the paper's code does it, attend
+// before quantise.
 #include <cmath>
 
 #include "property/random_case.h"
@@ -53,18 +54,26 @@ struct Published {
 
 }  // namespace
 
-TEST_CASE("kivi2-paper is the published algorithm: what is packed when, its codes, and the attention, step by step") {
+TEST_CASE(
+    "kivi2-paper is the published algorithm: what is packed when, its codes, and the attention, step by "
+    "step") {
     struct Setting {
         int bits, group, residual, dim, prompt;
     };
-    for (const Setting& s : {Setting{2, 32, 128, 128, 1}, {2, 32, 128, 64, 127}, {2, 32, 128, 64, 128}, {2, 32, 128, 80, 300},
-                             {4, 32, 32, 64, 33}, {2, 64, 64, 64, 64}, {2, 32, 96, 64, 200}}) {
+    for (const Setting& s : {Setting{2, 32, 128, 128, 1},
+                             {2, 32, 128, 64, 127},
+                             {2, 32, 128, 64, 128},
+                             {2, 32, 128, 80, 300},
+                             {4, 32, 32, 64, 33},
+                             {2, 64, 64, 64, 64},
+                             {2, 32, 96, 64, 200}}) {
         CAPTURE(s.residual);
         CAPTURE(s.prompt);
         const bool is_preset = s.bits == 2 && s.group == 32 && s.residual == 128;
         const Heads heads{1, 2, s.dim, s.dim};
-        const kivi_config with = is_preset ? preset("kivi2-paper", heads)
-                                           : published(channel(s.bits, s.group), token(s.bits, s.group), heads, s.residual);
+        const kivi_config with =
+            is_preset ? preset("kivi2-paper", heads)
+                      : published(channel(s.bits, s.group), token(s.bits, s.group), heads, s.residual);
         const Cache cache(with);
         Random random{uint64_t(s.prompt + s.residual)};
         const int64_t total = s.prompt + 150;
@@ -79,7 +88,8 @@ TEST_CASE("kivi2-paper is the published algorithm: what is packed when, its code
         model.v.spec = with.layer.v;
         model.k.dim = model.v.dim = s.dim;
         cache.append(0, tokens, 0, s.prompt);
-        for (int64_t t = 0; t < s.prompt; ++t) model.push(rows_of(tokens.k, dim, t, t + 1), rows_of(tokens.v, dim, t, t + 1));
+        for (int64_t t = 0; t < s.prompt; ++t)
+            model.push(rows_of(tokens.k, dim, t, t + 1), rows_of(tokens.v, dim, t, t + 1));
         model.prompt_done();
         for (int64_t t = s.prompt; t < total; ++t) {
             CAPTURE(t);

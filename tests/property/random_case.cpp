@@ -27,9 +27,9 @@ kivi_spec random_spec(Random& random, bool key, int dim, bool token_axis_only) {
 }
 
 void tell(std::ostream& out, const char* name, const kivi_spec& spec) {
-    out << ", " << name << " " << spec.bits << " bits axis " << spec.axis << " group " << spec.group << " ratio "
-        << spec.range_ratio << " param " << spec.param_dtype << " transform " << spec.transform << " rounding "
-        << spec.rounding;
+    out << ", " << name << " " << spec.bits << " bits axis " << spec.axis << " group " << spec.group
+        << " ratio " << spec.range_ratio << " param " << spec.param_dtype << " transform " << spec.transform
+        << " rounding " << spec.rounding;
 }
 
 }  // namespace
@@ -42,7 +42,8 @@ Case::Case(uint64_t from) : seed(from) {
     for (int i = 0; i < count; ++i) {
         kivi_layer layer{};
         layer.key_dim = random.one_of({8, 16, 64, 64, 80, 96, 112, 128, 128, 192, 256, 512});
-        layer.value_dim = random.chance(60) ? layer.key_dim : random.one_of({8, 16, 64, 80, 96, 112, 128, 192, 256, 512});
+        layer.value_dim =
+            random.chance(60) ? layer.key_dim : random.one_of({8, 16, 64, 80, 96, 112, 128, 192, 256, 512});
         const bool large = std::max(layer.key_dim, layer.value_dim) > 128;
         layer.kv_heads = large ? 1 : int(random.between(1, 3));
         layer.q_heads = layer.kv_heads * random.one_of({1, 2, 3, 5, 6, 7, 8, 12, 16});
@@ -69,10 +70,12 @@ Case::Case(uint64_t from) : seed(from) {
         config.recent = int32_t(random.chance(25) ? 0 : random.between(0, 150));
     }
     std::ostringstream out;
-    out << "seed " << seed << ": windows " << config.sink << "/" << config.recent << "/" << config.flush << " schedule "
-        << config.schedule << " dtype " << config.window_dtype << " threads " << config.threads;
+    out << "seed " << seed << ": windows " << config.sink << "/" << config.recent << "/" << config.flush
+        << " schedule " << config.schedule << " dtype " << config.window_dtype << " threads "
+        << config.threads;
     for (const kivi_layer& layer : layers) {
-        out << "; heads " << layer.kv_heads << "/" << layer.q_heads << " dims " << layer.key_dim << "/" << layer.value_dim;
+        out << "; heads " << layer.kv_heads << "/" << layer.q_heads << " dims " << layer.key_dim << "/"
+            << layer.value_dim;
         tell(out, "K", layer.k);
         tell(out, "V", layer.v);
     }
@@ -116,10 +119,11 @@ std::vector<std::vector<EncoderTable>> commit_moments(const Cache& cache, Random
     return tables;
 }
 
-void append_in_pieces(const Cache& cache, int32_t sequence, const std::vector<Tokens>& tokens, int64_t begin, int64_t end,
-                      Random& random) {
+void append_in_pieces(const Cache& cache, int32_t sequence, const std::vector<Tokens>& tokens, int64_t begin,
+                      int64_t end, Random& random) {
     while (begin < end) {
-        const int64_t stop = std::min(end, begin + (random.chance(50) ? random.between(1, 9) : random.between(1, 200)));
+        const int64_t stop =
+            std::min(end, begin + (random.chance(50) ? random.between(1, 9) : random.between(1, 200)));
         for (int layer = 0; layer < cache.layers(); ++layer) {
             cache.append(sequence, tokens[size_t(layer)], begin, stop, 0, layer);
         }

@@ -129,8 +129,8 @@ void Cache::append(const Rows& rows, const Tokens& tokens, int index, int32_t dt
     require_ok(try_append(rows, tokens, index, dtype));
 }
 
-void Cache::append(int32_t sequence, const Tokens& tokens, int64_t begin, int64_t end, int64_t chunk, int index,
-                   int32_t dtype) const {
+void Cache::append(int32_t sequence, const Tokens& tokens, int64_t begin, int64_t end, int64_t chunk,
+                   int index, int32_t dtype) const {
     if (chunk == 0) chunk = std::max<int64_t>(1, end - begin);
     for (int64_t at = begin; at < end; at += chunk) {
         const int64_t stop = std::min(at + chunk, end);
@@ -266,6 +266,8 @@ Tokens slice(const Tokens& tokens, const kivi_layer& layer, int64_t begin, int64
 bool bit_equal(const Floats& a, const Floats& b) {
     return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
-bool bit_equal(const Answer& a, const Answer& b) { return bit_equal(a.out, b.out) && bit_equal(a.lse, b.lse); }
+bool bit_equal(const Answer& a, const Answer& b) {
+    return bit_equal(a.out, b.out) && bit_equal(a.lse, b.lse);
+}
 
 }  // namespace kivi_test

@@ -15,11 +15,11 @@ namespace kivi_test {
 
 kivi_spec channel(int bits, int group);  // min-max, nearest, f16 parameters
 kivi_spec token(int bits, int group);
-kivi_spec full();                        // 16 bits
+kivi_spec full();  // 16 bits
 kivi_spec rotated(kivi_spec spec);
 kivi_spec query_aware(kivi_spec spec);
 kivi_spec ratio(kivi_spec spec, float of_range);
-kivi_spec wide(kivi_spec spec);          // f32 parameters
+kivi_spec wide(kivi_spec spec);  // f32 parameters
 
 struct Heads {
     int kv = 1, q = 1, key_dim = 64, value_dim = 64;
@@ -91,11 +91,12 @@ class Cache {
     int layers() const { return config_.layer_count; }
 
     // Rows one after the other in `tokens`; the status is the library's.
-    kivi_status try_append(const Rows& rows, const Tokens& tokens, int layer = 0, int32_t dtype = KIVI_F32) const;
+    kivi_status try_append(const Rows& rows, const Tokens& tokens, int layer = 0,
+                           int32_t dtype = KIVI_F32) const;
     void append(const Rows& rows, const Tokens& tokens, int layer = 0, int32_t dtype = KIVI_F32) const;
     // Tokens begin .. end - 1 of `tokens` onto one sequence, `chunk` at a time (0: all at once).
-    void append(int32_t sequence, const Tokens& tokens, int64_t begin, int64_t end, int64_t chunk = 0, int layer = 0,
-                int32_t dtype = KIVI_F32) const;
+    void append(int32_t sequence, const Tokens& tokens, int64_t begin, int64_t end, int64_t chunk = 0,
+                int layer = 0, int32_t dtype = KIVI_F32) const;
     void flush(int32_t sequence = 0, int layer = -1) const;
     void reset() const;
 

@@ -1,4 +1,5 @@
-// Random numbers and the three element types, written from their definitions and apart from the library's own.
+// Random numbers and the three element types, written from their definitions and apart from the library's
+// own.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -21,7 +22,9 @@ inline size_t element_bytes(int32_t dtype) { return dtype == KIVI_F32 ? 4 : 2; }
 
 // Largest finite value.
 inline double largest(int32_t dtype) {
-    return dtype == KIVI_F32 ? double(std::numeric_limits<float>::max()) : dtype == KIVI_F16 ? 65504.0 : std::ldexp(255.0, 120);
+    return dtype == KIVI_F32   ? double(std::numeric_limits<float>::max())
+           : dtype == KIVI_F16 ? 65504.0
+                               : std::ldexp(255.0, 120);
 }
 
 // x rounded to the type, ties to even; beyond its range an infinity.
@@ -55,7 +58,8 @@ inline float value_of(int32_t dtype, uint32_t bits) {
         const int exponent = int(bits >> 10 & 31), mantissa = int(bits & 1023);
         const float sign = bits >> 15 ? -1.0f : 1.0f;
         if (exponent == 31) return mantissa ? kNaN : sign * kInfinity;
-        return sign * float(exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24));
+        return sign *
+               float(exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24));
     }
     const uint32_t word = dtype == KIVI_BF16 ? bits << 16 : bits;
     float x;

@@ -53,7 +53,8 @@ Exact exact_attention(const kivi_layer& layer, const Tokens& cached, const Float
 Exact exact_attention(const Cache& cache, const Rows& rows, const Floats& q, const Ask& ask, int layer) {
     const kivi_layer& shape = cache.layer(layer);
     const size_t q_width = size_t(shape.q_heads * shape.key_dim);
-    const size_t k_width = size_t(shape.kv_heads * shape.key_dim), v_width = size_t(shape.kv_heads * shape.value_dim);
+    const size_t k_width = size_t(shape.kv_heads * shape.key_dim),
+                 v_width = size_t(shape.kv_heads * shape.value_dim);
     Exact all;
     int64_t at = 0;
     for (const Row& row : rows) {
@@ -90,7 +91,9 @@ Distance distance(const Answer& answer, const Exact& exact, int value_dim) {
             const double relative = std::sqrt(row_error / row_norm);
             if (!(relative <= d.worst_row)) d.worst_row = relative;
         }
-        const double lse = exact.lse[row], off = answer.lse[row] == lse ? 0 : std::fabs(answer.lse[row] - lse) / (1 + std::fabs(lse));
+        const double lse = exact.lse[row],
+                     off =
+                         answer.lse[row] == lse ? 0 : std::fabs(answer.lse[row] - lse) / (1 + std::fabs(lse));
         if (!(off <= d.lse)) d.lse = off;
     }
     d.whole = error == 0 ? 0 : std::sqrt(error / norm);

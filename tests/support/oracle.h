@@ -13,7 +13,8 @@ struct Exact {
 // One sequence: its cached tokens, then the fresh ones of `ask`; q [count][q_heads][key_dim].
 Exact exact_attention(const kivi_layer& layer, const Tokens& cached, const Floats& q, const Ask& ask);
 // The rows of a batch, over the dequantised cache.
-Exact exact_attention(const Cache& cache, const Rows& rows, const Floats& q, const Ask& ask = {}, int layer = 0);
+Exact exact_attention(const Cache& cache, const Rows& rows, const Floats& q, const Ask& ask = {},
+                      int layer = 0);
 
 struct Distance {
     double whole;      // |x - exact| / |exact| over everything

@@ -107,7 +107,8 @@ std::vector<std::vector<double>> matrices_in(const Bytes& blob) {
     std::vector<std::vector<double>> matrices;
     for (int head = 0; head < heads; ++head) {
         std::vector<double> matrix;
-        for (size_t i = 0; i < elements; ++i) matrix.push_back(load<float>(blob, 48 + size_t(head) * stride + 4 * i));
+        for (size_t i = 0; i < elements; ++i)
+            matrix.push_back(load<float>(blob, 48 + size_t(head) * stride + 4 * i));
         matrices.push_back(matrix);
     }
     return matrices;
@@ -126,7 +127,8 @@ EncoderTable table_from(const std::vector<double>& matrix, int dim) {
     std::vector<double> a(n * n), inverse(n * n, 0.0);
     for (size_t i = 0; i < n; ++i) {
         for (size_t j = 0; j < n; ++j) {
-            a[i * n + j] = matrix[size_t(table.order[i]) * n + size_t(table.order[j])] / mean + (i == j ? 0.1 : 0.0);
+            a[i * n + j] =
+                matrix[size_t(table.order[i]) * n + size_t(table.order[j])] / mean + (i == j ? 0.1 : 0.0);
         }
         inverse[i * n + i] = 1;
     }
@@ -150,7 +152,8 @@ EncoderTable table_from(const std::vector<double>& matrix, int dim) {
         const double diagonal = inverse[j * n + j];
         for (size_t c = j + 1; c < n; ++c) table.weights.push_back(float(inverse[j * n + c] / diagonal));
         for (size_t r = j + 1; r < n; ++r) {
-            for (size_t c = j + 1; c < n; ++c) inverse[r * n + c] -= inverse[j * n + r] * inverse[j * n + c] / diagonal;
+            for (size_t c = j + 1; c < n; ++c)
+                inverse[r * n + c] -= inverse[j * n + r] * inverse[j * n + c] / diagonal;
         }
     }
     return table;
@@ -228,7 +231,8 @@ Bytes canonical(const Packed& packed, int32_t window_dtype, int begin, int end) 
     Bytes bytes;
     const int dim = packed.dim;
     if (packed.spec.bits == 16) {
-        for (int i = begin * dim; i < end * dim; ++i) put_value(bytes, window_dtype, packed.stored[size_t(i)]);
+        for (int i = begin * dim; i < end * dim; ++i)
+            put_value(bytes, window_dtype, packed.stored[size_t(i)]);
         return bytes;
     }
     const int bits = packed.spec.bits, group = group_size(packed.spec, dim);
@@ -247,7 +251,8 @@ Bytes canonical(const Packed& packed, int32_t window_dtype, int begin, int end) 
         for (int block = begin; block < end; block += group) {
             for (int c = 0; c < dim; ++c) {
                 std::vector<int> codes;
-                for (int t = block; t < block + group; ++t) codes.push_back(packed.codes[size_t(t * dim + c)]);
+                for (int t = block; t < block + group; ++t)
+                    codes.push_back(packed.codes[size_t(t * dim + c)]);
                 put_stream(codes);
                 groups.push_back(packed.group_of(block, c));
             }
@@ -284,11 +289,12 @@ Bytes payload(const kivi_config& config, const kivi_layer& layer, const Tokens& 
         for (int head = 0; head < layer.kv_heads; ++head) {
             Floats rows;
             for (int64_t t = 0; t < length; ++t) {
-                const Floats row = stored_row(&x[size_t(t * layer.kv_heads + head) * size_t(dim)], dim, spec.transform,
-                                              config.window_dtype);
+                const Floats row = stored_row(&x[size_t(t * layer.kv_heads + head) * size_t(dim)], dim,
+                                              spec.transform, config.window_dtype);
                 rows.insert(rows.end(), row.begin(), row.end());
             }
-            const EncoderTable* const table = key && !tables.empty() ? &tables[size_t(head) % tables.size()] : nullptr;
+            const EncoderTable* const table =
+                key && !tables.empty() ? &tables[size_t(head) % tables.size()] : nullptr;
             const Packed packed = pack(rows_of(rows, size_t(dim), sink, border), dim, spec, table);
             for (int64_t i = 0; i < sink * dim; ++i) put_value(bytes, config.window_dtype, rows[size_t(i)]);
             for (int64_t begin = 0; begin < packed.tokens; begin += 128) {
@@ -296,7 +302,8 @@ Bytes payload(const kivi_config& config, const kivi_layer& layer, const Tokens& 
                                              int(std::min<int64_t>(begin + 128, packed.tokens)));
                 bytes.insert(bytes.end(), page.begin(), page.end());
             }
-            for (int64_t i = border * dim; i < length * dim; ++i) put_value(bytes, config.window_dtype, rows[size_t(i)]);
+            for (int64_t i = border * dim; i < length * dim; ++i)
+                put_value(bytes, config.window_dtype, rows[size_t(i)]);
         }
     }
     return bytes;
@@ -311,7 +318,8 @@ Bytes payload_in(const Bytes& blob, int layer) {
 int64_t part_bytes(const kivi_spec& spec, int dim, int32_t window_dtype) {
     if (spec.bits == 16) return 128 * dim * int64_t(element_bytes(window_dtype));
     const int64_t p = int64_t(element_bytes(param_dtype(spec))), group = group_size(spec, dim);
-    const int64_t groups = spec.axis == KIVI_AXIS_CHANNEL ? 128 / group * dim : 128 * ((dim + group - 1) / group);
+    const int64_t groups =
+        spec.axis == KIVI_AXIS_CHANNEL ? 128 / group * dim : 128 * ((dim + group - 1) / group);
     return 16 * spec.bits * dim + 2 * p * groups;
 }
 

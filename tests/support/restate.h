@@ -1,5 +1,5 @@
-// core/FORMAT.md restated from its text, apart from the library's own code: what is stored of given tokens, its
-// bytes in the canonical order, and what it decodes to.
+// core/FORMAT.md restated from its text, apart from the library's own code: what is stored of given tokens,
+// its bytes in the canonical order, and what it decodes to.
 #pragma once
 #include <vector>
 
@@ -24,9 +24,9 @@ EncoderTable table_from(const std::vector<double>& matrix, int dim);
 struct Packed {
     int tokens = 0, dim = 0;
     kivi_spec spec{};
-    std::vector<int> codes;     // [token][channel]
-    Floats scales, mins;        // in the canonical order of groups
-    Floats stored, decoded;     // [token][channel], stored basis
+    std::vector<int> codes;  // [token][channel]
+    Floats scales, mins;     // in the canonical order of groups
+    Floats stored, decoded;  // [token][channel], stored basis
 
     size_t group_of(int token, int channel) const;
     float scale_at(int token, int channel) const { return scales[group_of(token, channel)]; }

@@ -22,9 +22,9 @@ class Tensor {
 
     operator const kivi_tensor*() const { return &view_; }
     kivi_tensor& view() { return view_; }
-    Floats read() const;               // elements, in order of the shape
-    bool marks_intact() const;         // nothing but elements was written
-    bool untouched() const;            // nothing at all was written
+    Floats read() const;        // elements, in order of the shape
+    bool marks_intact() const;  // nothing but elements was written
+    bool untouched() const;     // nothing at all was written
     const void* data() const { return view_.data; }
 
   private:
