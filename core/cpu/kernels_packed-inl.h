@@ -54,6 +54,10 @@ HWY_INLINE V32 Dot(V32 acc, V16 a, V16 b) {
 #endif
 }
 
+// Sums of one lane vector and query row that are kept apart: vpdpwssd takes longer than eight of them are many.
+template <bool kVnni>
+constexpr int kChains = kVnni ? 2 : 1;
+
 // Where the pair of inner elements 16 i + 2t, 16 i + 2t + 1 stands in an operand row. ReorderDemote2To joins two
 // vectors of N elements; on x86 it alternates between them in steps of two pairs.
 HWY_INLINE constexpr int PairBase(int i) { return N == 16 ? i / 2 * 16 + i % 2 * 2 : i * kPairs; }
@@ -130,6 +134,12 @@ HWY_INLINE void StorePairs(VF x, VF y, int32_t* HWY_RESTRICT to) {
 // Cache lines of codes that V vectors of lanes use up in one tile each.
 template <int kBits, int V>
 constexpr int kCodeLines = (V * N * kBits + 31) / 32;
+
+template <bool kVnni>
+HWY_INLINE VF Joined(const V32* chains) {
+    if constexpr (kChains<kVnni> == 2) return hn::ConvertTo(DF(), hn::Add(chains[0], chains[1]));
+    return hn::ConvertTo(DF(), chains[0]);
+}
 
 // ---- keys ----
 
@@ -215,9 +225,11 @@ template <int kBits, bool kVnni, int V, int R>
 HWY_INLINE void ScoreCodes(const CodeLines<kBits>& lines, int token, const int32_t* HWY_RESTRICT operand,
                            const float* HWY_RESTRICT step, const float* HWY_RESTRICT bias, float* HWY_RESTRICT s,
                            bool lead, Ahead& ahead) {
-    V32 acc[V][R];
+    V32 acc[V][R][kChains<kVnni>];
     HWY_UNROLL(2) for (int v = 0; v < V; ++v) {
-        HWY_UNROLL(4) for (int r = 0; r < R; ++r) acc[v][r] = hn::Zero(D32());
+        HWY_UNROLL(4) for (int r = 0; r < R; ++r) {
+            HWY_UNROLL(2) for (V32& chain : acc[v][r]) chain = hn::Zero(D32());
+        }
     }
     for (int block = 0; block < lines.tiles_a_unit; ++block) {
         if (lead) ahead.step(kCodeLines<kBits, V>);
@@ -231,7 +243,10 @@ HWY_INLINE void ScoreCodes(const CodeLines<kBits>& lines, int token, const int32
             HWY_UNROLL(2) for (int v = 0; v < V; ++v) pair[v] = codes[v].Next(t);
             HWY_UNROLL(4) for (int r = 0; r < R; ++r) {
                 const V16 factor = Broadcast(pairs + r * kKeyPairs + PairAt(t));
-                HWY_UNROLL(2) for (int v = 0; v < V; ++v) acc[v][r] = Dot<kVnni>(acc[v][r], pair[v], factor);
+                HWY_UNROLL(2) for (int v = 0; v < V; ++v) {
+                    V32& chain = acc[v][r][t % kChains<kVnni>];
+                    chain = Dot<kVnni>(chain, pair[v], factor);
+                }
             }
         }
     }
@@ -239,7 +254,7 @@ HWY_INLINE void ScoreCodes(const CodeLines<kBits>& lines, int token, const int32
     for (int r = 0; r < R; ++r) {
         const VF vstep = hn::Set(d, step[r]), vbias = hn::Set(d, bias[r]);
         for (int v = 0; v < V; ++v) {
-            hn::StoreU(hn::MulAdd(hn::ConvertTo(d, acc[v][r]), vstep, vbias), d, s + r * kPageTokens + token + v * N);
+            hn::StoreU(hn::MulAdd(Joined<kVnni>(acc[v][r]), vstep, vbias), d, s + r * kPageTokens + token + v * N);
         }
     }
 }
@@ -316,13 +331,14 @@ void ScorePacked(const PackedPart& keys, int begin, int end, const float* q, int
 
 // ---- values ----
 
-// Scales and mins of value group g as fp32, [2][kPageTokens]; 0 for tokens outside begin .. end - 1, whose bytes may
-// be anything.
+// Scales and mins of one value group as fp32, [2][kPageTokens]; 0 for tokens outside begin .. end - 1, whose bytes
+// may be anything.
 HWY_INLINE void LoadValueParams(const PackedPart& values, int g, int begin, int end, int from, int to,
-                                float* HWY_RESTRICT params) {
+                                float* HWY_RESTRICT params, Ahead& ahead) {
     const DF d;
     float* min = params + kPageTokens;
     for (int t = from; t < to; t += kTile) {
+        ahead.step(1);
         const uint8_t* at = values.data + (static_cast<int64_t>(t / kTile) * values.groups + g) * kTile * 2;
         for (int i = 0; i < kTile; i += N) {
             hn::StoreU(LoadHalfs(at + values.scales + 2 * i), d, params + t + i);
@@ -333,22 +349,20 @@ HWY_INLINE void LoadValueParams(const PackedPart& values, int g, int begin, int 
     for (int t = end; t < to; ++t) params[t] = min[t] = 0;
 }
 
-// The scales folded into p of R query rows: operand rows, steps, and the sums of p * min.
+// Largest p * scale of R query rows in one group; p * min joins the running sums.
 template <int R>
-HWY_INLINE void FoldValues(const float* HWY_RESTRICT params, int from, int to, const float* HWY_RESTRICT p,
-                           float* const* mins, int32_t* HWY_RESTRICT operand, float* HWY_RESTRICT step, bool lead,
-                           Ahead& ahead) {
+HWY_INLINE void SumMins(const float* HWY_RESTRICT params, int from, int to, const float* HWY_RESTRICT p,
+                        float* const* acc, int at, float* HWY_RESTRICT tops) {
     constexpr int kVectors = kLanes / N;
     const DF d;
     const float* min = params + kPageTokens;
     VF top[4];
     HWY_UNROLL(4) for (int r = 0; r < 4; ++r) top[r] = hn::Zero(d);
     VF sums[R][kVectors];
-    for (int r = 0; r < R; ++r) {
-        for (int i = 0; i < kVectors; ++i) sums[r][i] = hn::LoadU(d, mins[r] + i * N);
+    HWY_UNROLL(4) for (int r = 0; r < R; ++r) {
+        HWY_UNROLL(4) for (int i = 0; i < kVectors; ++i) sums[r][i] = hn::LoadU(d, acc[r] + at + i * N);
     }
     for (int t = from; t < to; t += kLanes) {
-        if (lead) ahead.step(1);
         HWY_UNROLL(4) for (int i = 0; i < kVectors; ++i) {
             const VF scale = hn::LoadU(d, params + t + i * N), low = hn::LoadU(d, min + t + i * N);
             HWY_UNROLL(4) for (int r = 0; r < R; ++r) {
@@ -358,18 +372,21 @@ HWY_INLINE void FoldValues(const float* HWY_RESTRICT params, int from, int to, c
             }
         }
     }
-    for (int r = 0; r < R; ++r) {
-        for (int i = 0; i < kVectors; ++i) hn::StoreU(sums[r][i], d, mins[r] + i * N);
-    }
-    float tops[4];
-    Reduce4(MaxOfTwo(), top[0], top[1], top[2], top[3], tops);
-    VF inverse[R];
     HWY_UNROLL(4) for (int r = 0; r < R; ++r) {
-        step[r] = tops[r] * (1 / kTop);
-        inverse[r] = hn::Set(d, tops[r] > 0 ? kTop / tops[r] : 0.0f);
+        HWY_UNROLL(4) for (int i = 0; i < kVectors; ++i) hn::StoreU(sums[r][i], d, acc[r] + at + i * N);
     }
+    Reduce4(MaxOfTwo(), top[0], top[1], top[2], top[3], tops);
+}
+
+// Operand rows of R query rows in one group.
+template <int R>
+HWY_INLINE void FoldValues(const float* HWY_RESTRICT scales, int from, int to, const float* HWY_RESTRICT p,
+                           const float* HWY_RESTRICT tops, int32_t* HWY_RESTRICT operand) {
+    const DF d;
+    VF inverse[R];
+    HWY_UNROLL(4) for (int r = 0; r < R; ++r) inverse[r] = hn::Set(d, tops[r] > 0 ? kTop / tops[r] : 0.0f);
     for (int t = from; t < to; t += 2 * N) {
-        const VF scale0 = hn::LoadU(d, params + t), scale1 = hn::LoadU(d, params + t + N);
+        const VF scale0 = hn::LoadU(d, scales + t), scale1 = hn::LoadU(d, scales + t + N);
         HWY_UNROLL(4) for (int r = 0; r < R; ++r) {
             const float* pr = p + r * kPageTokens + t;
             StorePairs(hn::Mul(hn::Mul(scale0, inverse[r]), hn::LoadU(d, pr)),
@@ -383,9 +400,11 @@ template <int kBits, bool kVnni, int V, int R>
 HWY_INLINE void MixCodes(const CodeLines<kBits>& lines, int channel, int first, int last,
                          const int32_t* HWY_RESTRICT operand, const float* HWY_RESTRICT step, float* const* acc,
                          bool lead, Ahead& ahead) {
-    V32 sum[V][R];
+    V32 sum[V][R][kChains<kVnni>];
     HWY_UNROLL(2) for (int v = 0; v < V; ++v) {
-        HWY_UNROLL(4) for (int r = 0; r < R; ++r) sum[v][r] = hn::Zero(D32());
+        HWY_UNROLL(4) for (int r = 0; r < R; ++r) {
+            HWY_UNROLL(2) for (V32& chain : sum[v][r]) chain = hn::Zero(D32());
+        }
     }
     for (int unit = first; unit < last; ++unit) {
         if (lead) ahead.step(kCodeLines<kBits, V>);
@@ -399,7 +418,10 @@ HWY_INLINE void MixCodes(const CodeLines<kBits>& lines, int channel, int first, 
             HWY_UNROLL(2) for (int v = 0; v < V; ++v) pair[v] = codes[v].Next(t);
             HWY_UNROLL(4) for (int r = 0; r < R; ++r) {
                 const V16 factor = Broadcast(pairs + r * kValuePairs + PairAt(t));
-                HWY_UNROLL(2) for (int v = 0; v < V; ++v) sum[v][r] = Dot<kVnni>(sum[v][r], pair[v], factor);
+                HWY_UNROLL(2) for (int v = 0; v < V; ++v) {
+                    V32& chain = sum[v][r][t % kChains<kVnni>];
+                    chain = Dot<kVnni>(chain, pair[v], factor);
+                }
             }
         }
     }
@@ -408,7 +430,7 @@ HWY_INLINE void MixCodes(const CodeLines<kBits>& lines, int channel, int first, 
         const VF vstep = hn::Set(d, step[r]);
         for (int v = 0; v < V; ++v) {
             float* to = acc[r] + channel + v * N;
-            hn::StoreU(hn::MulAdd(hn::ConvertTo(d, sum[v][r]), vstep, hn::LoadU(d, to)), d, to);
+            hn::StoreU(hn::MulAdd(Joined<kVnni>(sum[v][r]), vstep, hn::LoadU(d, to)), d, to);
         }
     }
 }
@@ -420,20 +442,28 @@ void MixPacked(const PackedPart& values, int begin, int end, const float* p, int
     const int to = (end + kPackedStep - 1) / kPackedStep * kPackedStep;
     const int first = from / kTile, last = to / kTile;
     const CodeLines<kBits> lines(values);
+    // Every group is folded before the first code is read: short dependent steps that can run side by side.
+    float tops[kMaxDim / 32][kBlockRows];
+    const auto params = [&](int g) { return scratch.values + g * 2 * kPageTokens; };
+    const auto operand = [&](int g, int r) { return scratch.operand + (g * kBlockRows + r) * kValuePairs; };
+    for (int g = 0; g < values.groups; ++g) LoadValueParams(values, g, begin, end, from, to, params(g), ahead);
+    ForRowBlocks(rows, [&](int r, auto block) HWY_ATTR {
+        const float* pr = p + r * kPageTokens;
+        for (int g = 0; g < values.groups; ++g) {
+            float peaks[4];
+            SumMins<block>(params(g), from, to, pr, acc + r, acc_mins + g * kLanes, peaks);
+            for (int i = 0; i < block; ++i) tops[g][r + i] = peaks[i];
+        }
+        for (int g = 0; g < values.groups; ++g) FoldValues<block>(params(g), from, to, pr, tops[g] + r, operand(g, r));
+    });
     for (int g = 0; g < values.groups; ++g) {
         float step[kBlockRows];
-        LoadValueParams(values, g, begin, end, from, to, scratch.values);
-        ForRowBlocks(rows, [&](int r, auto block) HWY_ATTR {
-            float* mins[4];
-            for (int i = 0; i < block; ++i) mins[i] = acc[r + i] + acc_mins + g * kLanes;
-            FoldValues<block>(scratch.values, from, to, p + r * kPageTokens, mins, scratch.operand + r * kValuePairs,
-                              step + r, r == 0, ahead);
-        });
+        for (int r = 0; r < rows; ++r) step[r] = tops[g][r] * (1 / kTop);
         const int stop = std::min(values.dim, (g + 1) * values.group);
         const auto mix = [&](int c, auto vectors) HWY_ATTR {
             ForRowBlocks(rows, [&](int r, auto block) HWY_ATTR {
-                MixCodes<kBits, kVnni, vectors, block>(lines, c, first, last, scratch.operand + r * kValuePairs,
-                                                       step + r, acc + r, r == 0, ahead);
+                MixCodes<kBits, kVnni, vectors, block>(lines, c, first, last, operand(g, r), step + r, acc + r, r == 0,
+                                                       ahead);
             });
         };
         int c = g * values.group;
