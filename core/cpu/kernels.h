@@ -91,13 +91,15 @@ struct RowState {
 // Working memory of one thread for packed visits.
 struct PackedScratch {
     int32_t* operand;  // [kOperandPairs] folded q or p, pairs of int16
-    float* values;     // [kBlockRows * kMaxDim] scaled queries; scales and mins of one group of values
+    float* values;     // [kBlockRows * kMaxDim] scaled queries; scales and mins of the groups of values
 };
 constexpr int kMaxDim = 512;
 // Pairs of a row of folded q, and all of them: [groups of a page][rows][pairs]. Not a power of two, so that rows do
 // not share cache sets.
 constexpr int kKeyPairs = kMaxDim / 2 + 16;
 constexpr int kOperandPairs = kPageTokens / 32 * kBlockRows * kKeyPairs;
+static_assert(kOperandPairs >= kMaxDim / 32 * kBlockRows * kPageTokens / 2, "operands of values fit as well");
+static_assert(kBlockRows * kMaxDim >= kMaxDim / 32 * 2 * kPageTokens, "parameters of values fit as well");
 
 struct Kernels {
     // q [rows][q_stride]; s [rows][kPageTokens]; tokens 0 .. count - 1 of the run.

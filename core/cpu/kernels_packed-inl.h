@@ -60,7 +60,7 @@ constexpr int kChains = kVnni ? 2 : 1;
 
 // Where the pair of inner elements 16 i + 2t, 16 i + 2t + 1 stands in an operand row. ReorderDemote2To joins two
 // vectors of N elements; on x86 it alternates between them in steps of two pairs.
-HWY_INLINE constexpr int PairBase(int i) { return N == 16 ? i / 2 * 16 + i % 2 * 2 : i * kPairs; }
+HWY_INLINE constexpr unsigned PairBase(unsigned i) { return N == 16 ? i / 2 * 16 + i % 2 * 2 : i * kPairs; }
 HWY_INLINE constexpr int PairAt(int t) {
     if (N == 16) return t / 2 * 4 + t % 2;
     if (N == 8) return t < 4 ? t / 2 * 4 + t % 2 : 2 + (t - 4) / 2 * 4 + t % 2;
@@ -124,6 +124,14 @@ struct CodeLines {
                                   third + (unit / 2 * tiles_a_unit + block) * kLineBytes, unit % 2 != 0);
     }
 };
+
+// The operand pairs of tile i: a pointer that the compiler must not take apart, so that every pair is one constant
+// away from it. (GCC keeps an address register for each of them else.)
+HWY_INLINE const int32_t* PairsOf(const int32_t* operand, int i) {
+    const int32_t* pairs = operand + PairBase(i);
+    asm("" : "+r"(pairs));
+    return pairs;
+}
 
 HWY_INLINE V16 Broadcast(const int32_t* HWY_RESTRICT pair) { return hn::BitCast(D16(), hn::Set(D32(), *pair)); }
 
@@ -237,7 +245,7 @@ HWY_INLINE void ScoreCodes(const CodeLines<kBits>& lines, int token, const int32
         HWY_UNROLL(2) for (int v = 0; v < V; ++v) {
             codes[v] = lines((token + v * N) / kTile, block, (token + v * N) % kTile);
         }
-        const int32_t* pairs = operand + PairBase(block);
+        const int32_t* pairs = PairsOf(operand, block);
         HWY_UNROLL(8) for (int t = 0; t < kPairs; ++t) {
             V16 pair[V];
             HWY_UNROLL(2) for (int v = 0; v < V; ++v) pair[v] = codes[v].Next(t);
@@ -412,7 +420,7 @@ HWY_INLINE void MixCodes(const CodeLines<kBits>& lines, int channel, int first, 
         HWY_UNROLL(2) for (int v = 0; v < V; ++v) {
             codes[v] = lines(unit, (channel + v * N) / kTile, (channel + v * N) % kTile);
         }
-        const int32_t* pairs = operand + PairBase(unit);
+        const int32_t* pairs = PairsOf(operand, unit);
         HWY_UNROLL(8) for (int t = 0; t < kPairs; ++t) {
             V16 pair[V];
             HWY_UNROLL(2) for (int v = 0; v < V; ++v) pair[v] = codes[v].Next(t);
