@@ -66,7 +66,7 @@ TEST_CASE(
     CHECK(cache.length(0).length == 0);
 
     kivi_tensor q = k, result = strided(out.floats(), {5, 2, 1, 64}, {row, step, 64, 1});
-    Bytes workspace(1 << 20);
+    const Workspace workspace(1 << 20);
     REQUIRE(kivi_attend(cache, 0, Batch(rows), &q, &result, nullptr, workspace.data(), workspace.size(),
                         nullptr) == KIVI_OK);
     const Answer expected = plain.attend({{4, 2}}, tokens.k);
@@ -144,7 +144,7 @@ TEST_CASE(
             const Floats queries = random.normals(4 * size_t(dim));
             const Tensor q(dtype, {1, 4, dim}, {1, dim + 1, 1}, 1, queries);
             const Tensor out(dtype, {1, 4, dim}, {1, dim + 1, 1}, 1);
-            Bytes workspace(1 << 20);
+            const Workspace workspace(1 << 20);
             REQUIRE(kivi_attend(odd, 0, Batch({{0, 1}}), q, out, nullptr, workspace.data() + 3,
                                 workspace.size() - 3, nullptr) == KIVI_OK);
             CHECK(out.marks_intact());
@@ -184,7 +184,7 @@ TEST_CASE(
     copied.append(0, tokens, 0, 100);
     CHECK(viewed.blob() == copied.blob());
     const Tensor out(KIVI_F32, {100, 4, 64});
-    Bytes workspace(8 << 20);
+    const Workspace workspace(8 << 20);
     REQUIRE(kivi_attend(viewed, 0, Batch({{0, 100}}), &queries, out, nullptr, workspace.data(),
                         workspace.size(), nullptr) == KIVI_OK);
     CHECK(bit_equal(out.read(), copied.attend({{0, 100}}, q).out));
@@ -226,7 +226,7 @@ TEST_CASE(
     kivi_attend_params params;
     kivi_attend_params_init(&params, sizeof params);
     params.lse = lse;
-    Bytes workspace(8 << 20);
+    const Workspace workspace(8 << 20);
     REQUIRE(kivi_attend(gapped, 0, Batch({{0, 3}, {1, 3}}), queries, out, &params, workspace.data(),
                         workspace.size(), nullptr) == KIVI_OK);
     CHECK(out.marks_intact());

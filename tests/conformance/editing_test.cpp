@@ -40,7 +40,7 @@ TEST_CASE("fault 49: rows that are skipped write nowhere") {
     CHECK(cache.length(1).length == 0);
     // A skipped row of attend leaves its part of the output alone.
     const Tensor q(KIVI_F32, {3, 1, 2, 64}, random.normals(3 * 2 * 64)), out(KIVI_F32, {3, 1, 2, 64});
-    Bytes workspace(1 << 20);
+    const Workspace workspace(1 << 20);
     REQUIRE(kivi_attend(cache, 0, Batch({{-1, 1}, {1, 0}, {-1, 1}}), q, out, nullptr, workspace.data(),
                         workspace.size(), nullptr) == KIVI_OK);
     CHECK(out.untouched());

@@ -447,7 +447,7 @@ TEST_CASE(
     const Tensor query(KIVI_F32, {1, 1, 64}, q), out(KIVI_F32, {1, 1, 64});
     kivi_attend_params params;
     kivi_attend_params_init(&params, sizeof params);
-    Bytes workspace(1 << 20);
+    const Workspace workspace(1 << 20);
     for (float cap : {-30.0f, kNaN, -kInfinity}) {
         params.soft_cap = cap;
         CHECK(kivi_attend(cache, 0, Batch({{0, 1}}), query, out, &params, workspace.data(), workspace.size(),

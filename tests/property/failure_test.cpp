@@ -1,5 +1,6 @@
 // [FAIL-1] A failed call changes nothing: every failing call that can be made, against the whole visible
 // state.
+#include <algorithm>
 #include <cstring>
 #include <functional>
 
@@ -76,7 +77,8 @@ TEST_CASE("a failed call leaves a byte-identical state and its outputs alone") {
     Bytes cut(sequence.begin(), sequence.end() - 1), flipped = sequence, bad_moments = moments;
     flipped[200] ^= 4;
     bad_moments[100] ^= 1;
-    Bytes buffer(sequence.size(), 0xA5), workspace(1 << 20);
+    Bytes buffer(sequence.size(), 0xA5);
+    const Workspace workspace(1 << 20);
     size_t written = 7, bytes = 7;
     kivi_attend_params params;
     kivi_attend_params_init(&params, sizeof params);
@@ -169,6 +171,13 @@ TEST_CASE("a failed call leaves a byte-identical state and its outputs alone") {
         {"workspace of a negative count", kInvalid,
          [&] { return kivi_attend_workspace(cache, 0, 1, -1, &bytes); }},
     };
+    if (!backend().host_memory) {  // a handle that is no stream is beyond what a device's runtime can check
+        failures.erase(std::remove_if(failures.begin(), failures.end(),
+                                      [](const Failure& failure) {
+                                          return failure.what.find("on a stream") != std::string::npos;
+                                      }),
+                       failures.end());
+    }
     for (const kivi_tensor* bad : {&no_data, &backwards, &inner, &dtype, &device, &heads, &huge}) {
         failures.push_back({"append of broken keys", kInvalid,
                             [&cache, &one, &v, bad] { return kivi_append(cache, 0, one, bad, v, nullptr); }});

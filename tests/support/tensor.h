@@ -38,4 +38,19 @@ class Tensor {
     Bytes before_;
 };
 
+// Workspace of the backend for direct calls of kivi_attend.
+class Workspace {
+  public:
+    explicit Workspace(size_t bytes) : bytes_(bytes), memory_(backend().allocate(bytes)) {}
+    ~Workspace() { backend().release(memory_); }
+    Workspace(const Workspace&) = delete;
+    Workspace& operator=(const Workspace&) = delete;
+    uint8_t* data() const { return static_cast<uint8_t*>(memory_); }
+    size_t size() const { return bytes_; }
+
+  private:
+    size_t bytes_;
+    void* memory_;
+};
+
 }  // namespace kivi_test
