@@ -92,12 +92,18 @@ class Random {
     std::mt19937_64 engine_;
 };
 
-// Keys as models have them: noise of different width by channel, and a few channels far from zero.
+// Keys as models have them: noise of different width by channel, a few channels far from zero, and a few
+// that are never positive or never negative, with zeros of both signs.
 inline Floats key_like(Random& random, size_t rows, int dim) {
     Floats x(rows * size_t(dim));
     for (size_t i = 0; i < x.size(); ++i) {
         const int channel = int(i % size_t(dim));
         x[i] = std::ldexp(random.normal(), channel % 3 - 1) + (channel % 16 == 5 ? 6.0f : 0.0f);
+    }
+    for (size_t i = 0; i < x.size(); ++i) {
+        const int channel = int(i % size_t(dim));
+        if (channel % 16 == 9 && x[i] < 0) x[i] = -0.0f;
+        if (channel % 16 == 12 && x[i] > 0) x[i] = 0.0f;
     }
     return x;
 }
