@@ -72,6 +72,10 @@ template <int kBits>
 struct Codes {
     V16 a, b;
 
+    // Written out: an implicit constructor is not compiled for the target of this namespace.
+    HWY_INLINE Codes() {}
+    HWY_INLINE Codes(V16 first, V16 second) : a(first), b(second) {}
+
     // `tile` counts lines of two-bit codes; `third` is the line of third bits of these lanes.
     static HWY_INLINE Codes Load(const uint8_t* HWY_RESTRICT part, int64_t tile, int lane_bytes,
                                  const uint8_t* HWY_RESTRICT third, bool odd_unit) {
