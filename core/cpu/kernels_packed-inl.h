@@ -41,7 +41,9 @@ HWY_INLINE V32 Dot(V32 acc, V16 a, V16 b) {
 #endif
 #if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_SSE4
     V32 unused = hn::Zero(D32());
-    return hn::ReorderWidenMulAccumulate(D32(), a, b, acc, unused);
+    acc = hn::ReorderWidenMulAccumulate(D32(), a, b, acc, unused);
+    asm("" : "+v"(acc.raw));  // else GCC reorders the additions and spills every product
+    return acc;
 #elif HWY_TARGET == HWY_NEON
     const int32x4_t lower = vmull_s16(vget_low_s16(a.raw), vget_low_s16(b.raw));
     const int32x4_t upper = vmull_s16(vget_high_s16(a.raw), vget_high_s16(b.raw));
