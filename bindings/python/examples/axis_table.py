@@ -128,7 +128,7 @@ def orderings(rows, activations):
         "The sink window closes that gap.", holds,
         f"With {SINK} sinks the output error from V alone is {percent(token.output_error_value)} per token, "
         f"{percent(channel.output_error_value)} per channel: the gap goes from {100 * open_gap:.1f} to "
-        f"{100 * left:.1f} points." + ("" if holds else f" {why_values(activations)}")))
+        f"{100 * left:.1f} points, {100 * max(0, left) / abs(open_gap):.0f} % of it is left." + ("" if holds else f" {why_values(activations)}")))
 
     none, recent, sinks, both = (at("channel", "token", *w).output_error for w in WINDOWS)
     holds = recent < none and sinks < none and both < min(recent, sinks)

@@ -65,7 +65,8 @@ def presets_note(result):
             f"as one batch; positions from {about['scored_from']} on are scored. f16 is the library's own "
             "full-precision cache. KL: of the next-token distribution against f16, nats. Agreement: of greedy tokens "
             "with f16, given f16's answer so far (repeated tokens made less likely by a factor of 1.2). Cache: what attention reads at the end, windows included. Attention: "
-            "tokens of one sequence a second through the attend calls of all layers, mean over the windows.")
+            "tokens of one sequence a second through the attend calls of all layers, from the lower quartiles of "
+            "32 stretches of the windows.")
 
 
 def axes_note(result):
