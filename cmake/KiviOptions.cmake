@@ -2,13 +2,10 @@
 option(KIVI_BUILD_TESTS "Build the test suites" ${PROJECT_IS_TOP_LEVEL})
 option(KIVI_BUILD_EXAMPLES "Build the C and C++ examples" ${PROJECT_IS_TOP_LEVEL})
 option(KIVI_BUILD_BENCH "Build the benchmarks" OFF)
-option(KIVI_CUDA "Build the CUDA backend; the exported names are the same without it" OFF)
+set(KIVI_CUDA OFF CACHE STRING "CUDA backend: ON, OFF, or AUTO (if a compiler is found); exported names are the same")
+set_property(CACHE KIVI_CUDA PROPERTY STRINGS OFF AUTO ON)
 set(KIVI_SANITIZE "" CACHE STRING "Sanitizers of the whole build: address,undefined or thread; empty: none")
 set_property(CACHE KIVI_SANITIZE PROPERTY STRINGS "" "address,undefined" "thread")
-
-if(KIVI_CUDA)
-    message(FATAL_ERROR "KIVI_CUDA=ON: this version has no CUDA backend; configure with KIVI_CUDA=OFF")
-endif()
 
 # Speed is the point of the library, so a build that asks for nothing is optimised.
 if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
@@ -31,4 +28,4 @@ set(CMAKE_C_FLAGS_RELEASE "-O3 -DNDEBUG")
 
 # A code must not depend on whether the compiler fuses a multiplication with an addition: where one
 # rounding is meant, the sources say fma.
-add_compile_options(-ffp-contract=off)
+add_compile_options("$<$<COMPILE_LANGUAGE:C,CXX>:-ffp-contract=off>")

@@ -5,6 +5,8 @@
 # Budgets: a change that passes them is made on purpose, here.
 readonly max_build_seconds=300 # of the library alone, from nothing, on two cores
 readonly max_library_kib=4096  # stripped of symbols
+readonly max_cuda_build_seconds=600 # the library with CUDA code for one GPU architecture, likewise
+readonly max_cuda_library_kib=12288
 
 # count KIND FILE: counts from a runner's report (results.py).
 count() { python3 "$root/script/results.py" "$1" "$2" >>"$results"; }
@@ -49,6 +51,26 @@ suite_build() {
     cmake --build "$build/release" -j "$jobs"
     strip -o "$build/release/stripped" "$build/release/core/libkivi.so"
     within "size of libkivi.so" $(($(stat -c %s "$build/release/stripped") / 1024)) $max_library_kib KiB
+}
+
+# The CUDA code for one architecture, compiled whether or not there is a GPU. The library must keep its names and
+# needs, load without a driver and run its CPU backend. On a machine with a GPU its tests run too.
+suite_cuda() {
+    not_quick || return 0
+    "$root/script/bootstrap" --cuda
+    configure cuda -DKIVI_CUDA=ON -DKIVI_CUDA_ARCHITECTURES=90-real -DCMAKE_CUDA_FLAGS="-Xptxas=-v"
+    local start=$SECONDS
+    cmake --build "$build/cuda" -j "$jobs" --target kivi >"$logs/cuda-build.txt" 2>&1 || {
+        cat "$logs/cuda-build.txt"
+        return 1
+    }
+    within "compile of libkivi with CUDA for sm_90" $((SECONDS - start)) $max_cuda_build_seconds s
+    strip -o "$build/cuda/stripped" "$build/cuda/core/libkivi.so"
+    within "size of libkivi.so with CUDA for sm_90" $(($(stat -c %s "$build/cuda/stripped") / 1024)) $max_cuda_library_kib KiB
+    python3 "$root/script/spills.py" "$logs/cuda-build.txt"
+    pass
+    cmake --build "$build/cuda" -j "$jobs"
+    ctest_in cuda -L 'abi|nogpu|conformance|gpu|examples'
 }
 
 # Every suite of tests/ and the examples, by CMake's own runner.

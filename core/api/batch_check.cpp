@@ -14,17 +14,36 @@ void check_array(const char* name, const T* array) {
     if (array != nullptr) check_pointer(name, array, alignof(T));
 }
 
+// Device arrays are not read: rows and max_count stand for them.
+Batch bounds_only(const kivi_batch& batch, Batch checked, int32_t max_sequences, BatchUse use) {
+    if (use == BatchUse::counts) refuse_argument("batch.device is 2 (CUDA); this call takes host arrays only");
+    if (batch.rows > max_sequences) {
+        refuse_argument("batch.rows is ", batch.rows, "; with device arrays it must be at most max_sequences, ",
+                        max_sequences);
+    }
+    if (use == BatchUse::tokens && batch.max_count == 0 && batch.rows > 0) {
+        refuse_argument("batch.max_count is 0; with device arrays it must bound the counts");
+    }
+    checked.on_device = true;
+    checked.active = batch.rows;
+    checked.max_count = use == BatchUse::tokens ? batch.max_count : 1;
+    return checked;
+}
+
 }  // namespace
 
-Batch check_batch(const kivi_batch* from, int32_t max_sequences, BatchUse use) {
+Batch check_batch(const kivi_batch* from, const Model& model, BatchUse use) {
+    const int32_t max_sequences = model.max_sequences;
     const kivi_batch batch = take_struct("batch", from);
     if (batch.reserved0 != 0) refuse_argument("batch.reserved0 must be zero");
-    if (batch.device == KIVI_CUDA) {
+    const bool on_device = batch.device == KIVI_CUDA;
+    if (on_device && model.device != KIVI_CUDA) {
         refuse_argument(
             "batch.device is 2 (CUDA), but the cache is on the CPU: its arrays must be host memory");
     }
-    if (batch.device != 0 && batch.device != KIVI_CPU) {
-        refuse_argument("batch.device is ", batch.device, "; supported are 0 and 1 (host memory)");
+    if (batch.device != 0 && batch.device != KIVI_CPU && batch.device != KIVI_CUDA) {
+        refuse_argument("batch.device is ", batch.device, "; supported are 0 and 1 (host memory)",
+                        model.device == KIVI_CUDA ? " and 2 (CUDA)" : "");
     }
     if (batch.rows < 0) refuse_argument("batch.rows is ", batch.rows, "; it must not be negative");
     if (batch.max_count < 0)
@@ -44,6 +63,7 @@ Batch check_batch(const kivi_batch* from, int32_t max_sequences, BatchUse use) {
         checked.offsets = batch.offsets;
     }
 
+    if (on_device) return bounds_only(batch, checked, max_sequences, use);
     const int32_t most = batch.max_count > 0 ? batch.max_count : std::numeric_limits<int32_t>::max();
     for (int32_t row = 0; row < checked.rows; row++) {
         const int32_t count = checked.count(row);

@@ -2,6 +2,7 @@
 // cache, which has memory for it.
 #pragma once
 #include "cache/batch.h"
+#include "format/model.h"
 #include "kivi/kivi.h"
 
 namespace kivi {
@@ -13,6 +14,6 @@ enum class BatchUse {
     counts      // counts only: ids are ignored
 };
 
-Batch check_batch(const kivi_batch* batch, int32_t max_sequences, BatchUse use = BatchUse::tokens);
+Batch check_batch(const kivi_batch* batch, const Model& model, BatchUse use = BatchUse::tokens);
 
 }  // namespace kivi

@@ -280,10 +280,18 @@ kivi_status kivi_cache_memory(const kivi_cache* handle, kivi_memory* memory, siz
     });
 }
 
+kivi_status kivi_synchronize(kivi_cache* handle, kivi_stream stream) {
+    return guarded([&] { ExclusiveUse(handle)->synchronize(stream); });
+}
+
 // ---- Sequences --------------------------------------------------------------------------------------------
 
 kivi_status kivi_sequence_reset(kivi_cache* handle, int32_t sequence, kivi_stream stream) {
     return guarded([&] { ExclusiveUse(handle)->reset_sequence(sequence, stream); });
+}
+
+kivi_status kivi_sequence_reserve(kivi_cache* handle, int32_t sequence, int64_t tokens, kivi_stream stream) {
+    return guarded([&] { ExclusiveUse(handle)->reserve_sequence(sequence, tokens, stream); });
 }
 
 kivi_status kivi_sequence_length(const kivi_cache* handle, int32_t layer, int32_t sequence,
@@ -314,9 +322,10 @@ kivi_status kivi_append(kivi_cache* handle, int32_t layer, const kivi_batch* row
     return guarded([&] {
         const ExclusiveUse cache(handle);
         const kivi_layer& shape = cache->layer(layer);
-        const Batch batch = check_batch(rows, cache->model().max_sequences);
-        const View keys = check_batch_tensor(k, {"k", shape.kv_heads, shape.key_dim}, batch);
-        const View values = check_batch_tensor(v, {"v", shape.kv_heads, shape.value_dim}, batch);
+        const Place place = place_of(cache->model());
+        const Batch batch = check_batch(rows, cache->model());
+        const View keys = check_batch_tensor(k, {"k", shape.kv_heads, shape.key_dim}, batch, place);
+        const View values = check_batch_tensor(v, {"v", shape.kv_heads, shape.value_dim}, batch, place);
         cache->append(layer, batch, keys, values, stream);
     });
 }
@@ -326,7 +335,7 @@ kivi_status kivi_flush_residual(kivi_cache* handle, int32_t layer, const kivi_ba
     return guarded([&] {
         const ExclusiveUse cache(handle);
         if (layer != -1) cache->layer(layer);
-        cache->flush(layer, check_batch(rows, cache->model().max_sequences, BatchUse::sequences), stream);
+        cache->flush(layer, check_batch(rows, cache->model(), BatchUse::sequences), stream);
     });
 }
 
@@ -336,10 +345,11 @@ kivi_status kivi_attend(const kivi_cache* handle, int32_t layer, const kivi_batc
     return guarded([&] {
         const SharedUse cache(handle);
         const kivi_layer& shape = cache->layer(layer);
-        const Batch batch = check_batch(rows, cache->model().max_sequences);
+        const Place place = place_of(cache->model());
+        const Batch batch = check_batch(rows, cache->model());
         AttendRequest request;
-        request.q = check_batch_tensor(q, {"q", shape.q_heads, shape.key_dim}, batch);
-        request.out = check_batch_tensor(out, {"out", shape.q_heads, shape.value_dim, true}, batch);
+        request.q = check_batch_tensor(q, {"q", shape.q_heads, shape.key_dim}, batch, place);
+        request.out = check_batch_tensor(out, {"out", shape.q_heads, shape.value_dim, true}, batch, place);
         if (from != nullptr) {
             const kivi_attend_params params = take_struct("params", from);
             check_reserved("params.reserved", params.reserved);
@@ -352,9 +362,9 @@ kivi_status kivi_attend(const kivi_cache* handle, int32_t layer, const kivi_batc
                                 " is NULL; fresh keys and values come together");
             }
             if (params.k != nullptr) {
-                request.k = check_batch_tensor(params.k, {"params.k", shape.kv_heads, shape.key_dim}, batch);
+                request.k = check_batch_tensor(params.k, {"params.k", shape.kv_heads, shape.key_dim}, batch, place);
                 request.v =
-                    check_batch_tensor(params.v, {"params.v", shape.kv_heads, shape.value_dim}, batch);
+                    check_batch_tensor(params.v, {"params.v", shape.kv_heads, shape.value_dim}, batch, place);
             }
             if (params.learned_sinks != nullptr) {
                 check_pointer("params.learned_sinks", params.learned_sinks, alignof(float));
@@ -362,7 +372,7 @@ kivi_status kivi_attend(const kivi_cache* handle, int32_t layer, const kivi_batc
             }
             if (params.lse != nullptr) {
                 request.lse =
-                    check_batch_tensor(params.lse, {"params.lse", shape.q_heads, 0, true, KIVI_F32}, batch);
+                    check_batch_tensor(params.lse, {"params.lse", shape.q_heads, 0, true, KIVI_F32}, batch, place);
             }
         }
         cache->attend(layer, batch, request, workspace, workspace_bytes, stream);
@@ -385,8 +395,12 @@ kivi_status kivi_merge(int32_t parts, const kivi_tensor* outs, const kivi_tensor
                        const float* learned_sinks, const kivi_tensor* out, const kivi_tensor* lse,
                        kivi_stream stream) {
     return guarded([&] {
-        if (stream != nullptr) refuse_argument("stream is ", stream, "; tensors on the CPU take NULL only");
-        merge_parts(check_merge(parts, outs, lses, learned_sinks, out, lse));
+        MergeCall call = check_merge(parts, outs, lses, learned_sinks, out, lse);
+        if (out->device == KIVI_CPU && stream != nullptr) {
+            refuse_argument("stream is ", stream, "; tensors on the CPU take NULL only");
+        }
+        call.stream = stream;
+        backend_for(out->device).merge(call);
     });
 }
 
@@ -398,6 +412,7 @@ kivi_status kivi_dequantize(const kivi_cache* handle, int32_t layer, int32_t seq
     return guarded([&] {
         const SharedUse cache(handle);
         const kivi_layer& shape = cache->layer(layer);
+        const Place place = place_of(cache->model());
         cache->check_sequence(sequence);
         const int64_t length = cache->length(layer, sequence).length;
         if (begin < 0 || begin > length)
@@ -405,8 +420,8 @@ kivi_status kivi_dequantize(const kivi_cache* handle, int32_t layer, int32_t seq
         if (end < begin || end > length)
             refuse_argument("end is ", end, "; it must be from ", begin, " to ", length);
         View keys, values;
-        if (k) keys = check_tokens_tensor(k, {"k", shape.kv_heads, shape.key_dim, true}, end - begin);
-        if (v) values = check_tokens_tensor(v, {"v", shape.kv_heads, shape.value_dim, true}, end - begin);
+        if (k) keys = check_tokens_tensor(k, {"k", shape.kv_heads, shape.key_dim, true}, end - begin, place);
+        if (v) values = check_tokens_tensor(v, {"v", shape.kv_heads, shape.value_dim, true}, end - begin, place);
         const bool stored = checked_flags(flags, KIVI_STORED_BASIS) != 0;
         cache->dequantize(layer, sequence, begin, end, keys, values, stored, stream);
     });
@@ -449,8 +464,9 @@ kivi_status kivi_moments_accumulate(kivi_cache* handle, int32_t layer, const kiv
     return guarded([&] {
         const ExclusiveUse cache(handle);
         const kivi_layer& shape = cache->query_aware_layer(layer);
-        const Batch batch = check_batch(rows, cache->model().max_sequences, BatchUse::counts);
-        const View queries = check_batch_tensor(q, {"q", shape.q_heads, shape.key_dim}, batch);
+        const Place place = place_of(cache->model());
+        const Batch batch = check_batch(rows, cache->model(), BatchUse::counts);
+        const View queries = check_batch_tensor(q, {"q", shape.q_heads, shape.key_dim}, batch, place);
         cache->accumulate_moments(layer, batch, queries, stream);
     });
 }
@@ -460,8 +476,10 @@ kivi_status kivi_moments_set(kivi_cache* handle, int32_t layer, const kivi_tenso
     return guarded([&] {
         const ExclusiveUse cache(handle);
         const kivi_layer& shape = cache->query_aware_layer(layer);
+        const Place place = place_of(cache->model());
         const View moments =
-            check_tokens_tensor(m, {"m", shape.key_dim, shape.key_dim, false, KIVI_F32}, shape.kv_heads);
+            check_tokens_tensor(m, {"m", shape.key_dim, shape.key_dim, false, KIVI_F32}, shape.kv_heads,
+                                place);
         cache->set_moments(layer, moments, checked_flags(flags, KIVI_STORED_BASIS) != 0, stream);
     });
 }

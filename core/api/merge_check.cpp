@@ -9,7 +9,7 @@ namespace {
 
 // `tensor` has the rank and sizes of `out`, of which it lacks the last `missing` ones.
 View check_like(const kivi_tensor* tensor, const kivi_tensor& out, const TensorRule& rule, int missing) {
-    check_tensor(tensor, rule);
+    check_tensor(tensor, rule, {out.device, out.device_id});
     const int rank = out.rank - missing;
     if (tensor->rank != rank) refuse_argument(rule.name, ".rank is ", tensor->rank, "; it must be ", rank);
     for (int axis = 0; axis < rank; axis++) {
@@ -30,7 +30,8 @@ MergeCall check_merge(int32_t parts, const kivi_tensor* outs, const kivi_tensor*
     check_pointer("lses", lses, alignof(kivi_tensor));
     if (learned_sinks != nullptr) check_pointer("learned_sinks", learned_sinks, alignof(float));
     const TensorRule with_dim{"out", 0, 1, true};
-    check_tensor(out, with_dim);
+    check_pointer("out", out, alignof(kivi_tensor));
+    check_tensor(out, with_dim, {out->device == KIVI_CUDA ? KIVI_CUDA : KIVI_CPU, out->device_id});
 
     MergeCall call;
     const int first = out->rank - 3;
@@ -45,6 +46,7 @@ MergeCall check_merge(int32_t parts, const kivi_tensor* outs, const kivi_tensor*
     }
     if (lse != nullptr) call.lse = check_like(lse, *out, {"lse", 0, 0, true, KIVI_F32}, 1);
     call.learned_sinks = learned_sinks;
+    call.device_id = out->device_id;
     return call;
 }
 

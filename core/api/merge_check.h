@@ -1,6 +1,6 @@
 // Arguments of kivi_merge -> MergeCall.
 #pragma once
-#include "cache/merge.h"
+#include "backend/backend.h"
 #include "kivi/kivi.h"
 
 namespace kivi {

@@ -64,7 +64,7 @@ View make_view(const kivi_tensor& tensor, int first, bool has_dim) {
     return view;
 }
 
-void check_tensor(const kivi_tensor* tensor, const TensorRule& rule) {
+void check_tensor(const kivi_tensor* tensor, const TensorRule& rule, Place place) {
     const char* name = rule.name;
     check_pointer(name, tensor, alignof(kivi_tensor));
     if (tensor->dtype != KIVI_F32 && tensor->dtype != KIVI_F16 && tensor->dtype != KIVI_BF16) {
@@ -73,9 +73,10 @@ void check_tensor(const kivi_tensor* tensor, const TensorRule& rule) {
     if (rule.dtype != 0 && tensor->dtype != rule.dtype) {
         refuse_argument(name, ".dtype is ", tensor->dtype, "; it must be ", rule.dtype, " (f32)");
     }
-    if (tensor->device != KIVI_CPU || tensor->device_id != 0) {
+    if (tensor->device != place.device || tensor->device_id != place.device_id) {
         refuse_argument(name, " is on device ", tensor->device, " number ", tensor->device_id,
-                        "; this call takes device 1 (CPU) number 0");
+                        "; this call takes device ", place.device, place.device == KIVI_CPU ? " (CPU)" : " (CUDA)",
+                        " number ", place.device_id);
     }
     const int inner = rule.dim > 0 ? 2 : 1;
     if (tensor->rank != inner + 1 && tensor->rank != inner + 2) {
@@ -104,8 +105,8 @@ void check_tensor(const kivi_tensor* tensor, const TensorRule& rule) {
     check_extent(*tensor, name);
 }
 
-View check_batch_tensor(const kivi_tensor* tensor, const TensorRule& rule, const Batch& batch) {
-    check_tensor(tensor, rule);
+View check_batch_tensor(const kivi_tensor* tensor, const TensorRule& rule, const Batch& batch, Place place) {
+    check_tensor(tensor, rule, place);
     const int first = tensor->rank - (rule.dim > 0 ? 3 : 2);  // axis of the tokens
     check_inner_sizes(*tensor, rule, first);
     if (first == 1) {
@@ -123,8 +124,8 @@ View check_batch_tensor(const kivi_tensor* tensor, const TensorRule& rule, const
     return batch.active > 0 ? make_view(*tensor, first, rule.dim > 0) : View{};
 }
 
-View check_tokens_tensor(const kivi_tensor* tensor, const TensorRule& rule, int64_t tokens) {
-    check_tensor(tensor, rule);
+View check_tokens_tensor(const kivi_tensor* tensor, const TensorRule& rule, int64_t tokens, Place place) {
+    check_tensor(tensor, rule, place);
     if (tensor->rank != 3) refuse_argument(rule.name, ".rank is ", tensor->rank, "; it must be 3");
     check_size(rule.name, 0, "tokens", tensor->shape[0], tokens);
     check_inner_sizes(*tensor, rule, 0);

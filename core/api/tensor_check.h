@@ -6,6 +6,13 @@
 
 namespace kivi {
 
+// The memory that a call's tensors must be in.
+struct Place {
+    int32_t device = KIVI_CPU;
+    int32_t device_id = 0;
+};
+inline Place place_of(const Model& model) { return {model.device, model.device_id}; }
+
 // What a call expects of one tensor.
 struct TensorRule {
     const char* name;
@@ -17,13 +24,13 @@ struct TensorRule {
 
 // [rows, tokens, heads, dim] or [tokens, heads, dim] (without dim: one size less) for the rows of a batch.
 // An empty view if the batch has no work.
-View check_batch_tensor(const kivi_tensor* tensor, const TensorRule& rule, const Batch& batch);
+View check_batch_tensor(const kivi_tensor* tensor, const TensorRule& rule, const Batch& batch, Place place);
 
 // [tokens, heads, dim] with exactly `tokens` tokens.
-View check_tokens_tensor(const kivi_tensor* tensor, const TensorRule& rule, int64_t tokens);
+View check_tokens_tensor(const kivi_tensor* tensor, const TensorRule& rule, int64_t tokens, Place place = {});
 
 // Rules that every tensor obeys, whatever its shape: pointer, dtype, device, rank, sizes, strides, extent.
-void check_tensor(const kivi_tensor* tensor, const TensorRule& rule);
+void check_tensor(const kivi_tensor* tensor, const TensorRule& rule, Place place = {});
 
 // View of a checked tensor whose axes from `first` (0 or 1) on are [tokens, heads, dim] or [tokens, heads].
 View make_view(const kivi_tensor& tensor, int first, bool has_dim);

@@ -9,6 +9,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,22 +17,10 @@
 #include "format/feedback.h"
 #include "format/model.h"
 #include "format/policy.h"
+#include "format/view.h"
 #include "kivi/kivi.h"
 
 namespace kivi {
-
-// A tensor whose shape has been checked. Row r, token t, head h starts at element
-//   origin(row) + t * token_stride + h * head_stride,   its channels are contiguous.
-struct View {
-    void* data = nullptr;
-    int32_t dtype = KIVI_F32;
-    bool ragged = false;       // rank 3: rows are found by their token offset
-    int64_t row_stride = 0;
-    int64_t token_stride = 0;
-    int64_t head_stride = 0;
-
-    explicit operator bool() const { return data != nullptr; }
-};
 
 // One row of a batch that has work to do. Skipped rows never reach a backend.
 struct Row {
@@ -41,15 +30,26 @@ struct Row {
     int64_t count = 0;      // tokens of this call
     Span before, after;     // state of (layer, sequence); the same in calls that only read
     const int32_t* blocks = nullptr;  // page table of the sequence: block of page p
+    int64_t block_count = 0;          // its valid entries before the call
 };
 
 inline int64_t origin(const View& view, const Row& row) {
-    return view.ragged ? row.offset * view.token_stride : row.index * view.row_stride;
+    return view.origin(row.index, row.offset);
 }
+
+// A batch whose arrays are on the device (kivi_batch): the host knows bounds only.
+struct DeviceRows {
+    int32_t rows = 0;
+    int32_t max_count = 0;
+    const int32_t* sequences = nullptr;
+    const int32_t* counts = nullptr;
+    const int64_t* offsets = nullptr;
+};
 
 struct Rows {
     const Row* data = nullptr;
     int32_t size = 0;
+    const DeviceRows* on_device = nullptr;  // then there are no rows here; never given to a CPU backend
     const Row* begin() const { return data; }
     const Row* end() const { return data + size; }
 };
@@ -67,6 +67,18 @@ struct AttendCall {
     uint64_t flags = 0;
     void* workspace = nullptr;  // at least attend_workspace bytes, 64-byte aligned
     size_t workspace_bytes = 0;
+    kivi_stream stream = nullptr;
+};
+
+// Partial results of attention over disjoint keys, to be combined (kivi_merge).
+struct MergeCall {
+    int64_t rows = 1, tokens = 0, heads = 0, dim = 0;
+    std::vector<View> outs;
+    std::vector<View> lses;
+    const float* learned_sinks = nullptr;  // [heads] or NULL
+    View out;
+    View lse;                              // or empty
+    int32_t device_id = 0;
     kivi_stream stream = nullptr;
 };
 
@@ -102,8 +114,15 @@ class Backend {
                                uint8_t* to) const = 0;
     virtual void import_window(int layer, Part part, int head, int32_t sequence, int64_t begin, int64_t end,
                                const uint8_t* from) = 0;
-    // Called before export and after import: finish queued work, publish the state of a sequence.
+    // Finishes queued work.
     virtual void synchronize(kivi_stream stream) const = 0;
+    // A backend whose truth lives on the device: after synchronize, writes the spans [layer][sequence] and marks
+    // the sequences that an append on the device found full. False: the host's are the truth.
+    virtual bool read_state(std::vector<Span>*, std::vector<int32_t>*) const { return false; }
+    // Entries begin .. end - 1 of a page table have become valid. Comes before the call that needs them.
+    virtual void bind_blocks(int32_t /*sequence*/, const int32_t* /*blocks*/, int64_t /*begin*/, int64_t /*end*/,
+                             kivi_stream) {}
+    // Sets the state of a sequence, whatever it was.
     virtual void set_sequence(int32_t sequence, const std::vector<Span>& layers, const int32_t* blocks,
                               int64_t block_count, kivi_stream stream) = 0;
 
@@ -114,6 +133,10 @@ class Backend {
     virtual void write_moments(int layer, const float* sums) = 0;
     // Encoder tables, one per KV head, which the caller keeps until the next call; empty: nearest rounding.
     virtual void set_feedback(int layer, const std::vector<Feedback>& heads) = 0;
+    // The caller's memory on the device to the host, after what is queued on the stream.
+    virtual void download(void* to, const void* from, size_t bytes, kivi_stream) const {
+        std::memcpy(to, from, bytes);
+    }
 
     virtual int64_t saturated_rows(int layer) const = 0;   // since create or reset
     virtual void reset(kivi_stream stream) = 0;            // counters; lengths are the cache's
@@ -130,6 +153,7 @@ struct BackendKind {
     uint64_t (*layout_version)(const Model& model);     // changes with the order of bytes inside pages
     uint64_t (*scratch_bytes)(const Model& model);      // allocated by create beside pages and windows
     std::unique_ptr<Backend> (*create)(const Model& model);
+    void (*merge)(const MergeCall& call);
 };
 
 }  // namespace kivi

@@ -126,7 +126,8 @@ Rows Cache::plan_rows(int32_t layer, const Batch& batch, AfterOf&& after_of) {
                             count,
                             before,
                             after_of(sequence, before, count),
-                            table_.blocks(sequence)};
+                            table_.blocks(sequence),
+                            table_.count(sequence)};
     });
     return Rows{plan_.data(), size};
 }
@@ -135,31 +136,37 @@ int64_t Cache::missing_blocks(int32_t sequence, const Span& after) const {
     return std::max<int64_t>(0, blocks_of(model_.windows, after) - table_.count(sequence));
 }
 
+void Cache::bind(int32_t sequence, int64_t count, kivi_stream stream) {
+    const int64_t before = table_.count(sequence);
+    if (count <= before) return;
+    table_.resize(sequence, count);
+    run([&] { backend_->bind_blocks(sequence, table_.blocks(sequence), before, count, stream); });
+}
+
 template <class Work>
-void Cache::apply(int32_t layer, Rows rows, Work&& work) {
-    for (const Row& row : rows) {
-        table_.resize(row.sequence, table_.count(row.sequence) + missing_blocks(row.sequence, row.after));
-    }
+void Cache::apply(int32_t layer, Rows rows, kivi_stream stream, Work&& work) {
     try {
+        for (const Row& row : rows) bind(row.sequence, blocks_of(model_.windows, row.after), stream);
         run(work);
     } catch (...) {
-        for (const Row& row : rows) table_.resize(row.sequence, blocks_held(row.sequence));
+        for (const Row& row : rows) table_.resize(row.sequence, row.block_count);
         throw;
     }
     for (const Row& row : rows) span_at(layer, row.sequence) = row.after;
 }
 
-int64_t Cache::blocks_held(int32_t sequence) const {
-    int64_t blocks = 0;
-    for (int32_t layer = 0; layer < layer_count(); layer++) {
-        blocks = std::max(blocks, blocks_of(model_.windows, span_at(layer, sequence)));
-    }
-    return blocks;
+template <class Work>
+void Cache::run_on_device(const Batch& batch, Work&& work) const {
+    const DeviceRows rows{batch.rows, batch.max_count, batch.sequences, batch.counts, batch.offsets};
+    run([&] { work(Rows{nullptr, 0, &rows}); });
 }
 
 void Cache::append(int32_t layer, const Batch& batch, const View& k, const View& v, kivi_stream stream) {
     check_stream(stream);
     check_healthy();
+    if (batch.on_device) {
+        return run_on_device(batch, [&](Rows rows) { backend_->append(layer, rows, k, v, stream); });
+    }
     const Rows rows = plan_rows(layer, batch, [&](int32_t sequence, const Span& before, int64_t count) {
         const int64_t length = before.length + count;
         if (length > model_.max_tokens) {
@@ -172,7 +179,7 @@ void Cache::append(int32_t layer, const Batch& batch, const View& k, const View&
     int64_t needed = 0;
     for (const Row& row : rows) needed += missing_blocks(row.sequence, row.after);
     check_blocks(needed);
-    apply(layer, rows, [&] { backend_->append(layer, rows, k, v, stream); });
+    apply(layer, rows, stream, [&] { backend_->append(layer, rows, k, v, stream); });
 }
 
 void Cache::flush(int32_t layer, const Batch& batch, kivi_stream stream) {
@@ -186,6 +193,13 @@ void Cache::flush(int32_t layer, const Batch& batch, kivi_stream stream) {
         return after_flush(model_.windows, before);
     };
     const int32_t begin = layer == -1 ? 0 : layer, end = layer == -1 ? layer_count() : layer + 1;
+
+    if (batch.on_device) {
+        for (int32_t i = begin; i < end; i++) {
+            if (model_.has(i)) run_on_device(batch, [&](Rows rows) { backend_->flush(i, rows, stream); });
+        }
+        return;
+    }
 
     // One block serves all layers, so the layer that reaches farthest decides.
     const Rows sequences = plan_rows(begin, batch, after);
@@ -202,7 +216,7 @@ void Cache::flush(int32_t layer, const Batch& batch, kivi_stream stream) {
     for (int32_t i = begin; i < end; i++) {
         if (!model_.has(i)) continue;
         const Rows rows = plan_rows(i, batch, after);
-        if (rows.size > 0) apply(i, rows, [&] { backend_->flush(i, rows, stream); });
+        if (rows.size > 0) apply(i, rows, stream, [&] { backend_->flush(i, rows, stream); });
     }
 }
 
@@ -225,6 +239,23 @@ size_t Cache::attend_workspace(int32_t layer, int32_t rows, int32_t max_count) c
     return kWorkspaceAlignment - 1 + plan_bytes(active) + aligned(backend_bytes);
 }
 
+// Rows of a batch that only reads; `seen` has one bit a sequence.
+int32_t Cache::plan_attend(int32_t layer, const Batch& batch, Row* rows, uint8_t* seen) const {
+    std::memset(seen, 0, (model_.max_sequences + 7) / 8);
+    int32_t size = 0;
+    batch.for_each([&](int32_t index, int32_t sequence, int32_t count, int64_t offset) {
+        const uint8_t bit = static_cast<uint8_t>(1 << (sequence % 8));
+        if (seen[sequence / 8] & bit) {
+            refuse_argument("batch.sequences[", index, "] is ", sequence,
+                            ", which stands in an earlier row too");
+        }
+        seen[sequence / 8] |= bit;
+        const Span& span = span_at(layer, sequence);
+        new (&rows[size++]) Row{index, sequence, offset, count, span, span, table_.blocks(sequence), table_.count(sequence)};
+    });
+    return size;
+}
+
 void Cache::attend(int32_t layer, const Batch& batch, const AttendRequest& request, void* workspace,
                    size_t workspace_bytes, kivi_stream stream) const {
     check_stream(stream);
@@ -237,28 +268,25 @@ void Cache::attend(int32_t layer, const Batch& batch, const AttendRequest& reque
     if (batch.active == 0) return;
     if (workspace == nullptr) refuse_argument("workspace is NULL, but ", needed, " bytes are needed");
 
+    // The plan stands in the workspace, or, where that is memory of a device, in the thread's own memory, which
+    // grows with the largest batch that the thread has seen.
     uint8_t* const base = reinterpret_cast<uint8_t*>(aligned(reinterpret_cast<uintptr_t>(workspace)));
     uint8_t* const end = static_cast<uint8_t*>(workspace) + workspace_bytes;
     const int32_t most_rows = std::min(batch.active, model_.max_sequences);
-    Row* const rows = reinterpret_cast<Row*>(base);
-    uint8_t* const seen = base + aligned(most_rows * sizeof(Row));
-    std::memset(seen, 0, (model_.max_sequences + 7) / 8);
-
-    int32_t size = 0;
-    batch.for_each([&](int32_t index, int32_t sequence, int32_t count, int64_t offset) {
-        const uint8_t bit = static_cast<uint8_t>(1 << (sequence % 8));
-        if (seen[sequence / 8] & bit) {
-            refuse_argument("batch.sequences[", index, "] is ", sequence,
-                            ", which stands in an earlier row too");
-        }
-        seen[sequence / 8] |= bit;
-        const Span& span = span_at(layer, sequence);
-        new (&rows[size++]) Row{index, sequence, offset, count, span, span, table_.blocks(sequence)};
-    });
+    thread_local std::vector<uint64_t> own_plan;
+    uint8_t* plan = base;
+    if (model_.device != KIVI_CPU) {
+        const size_t words = plan_bytes(most_rows) / sizeof(uint64_t);
+        if (own_plan.size() < words) own_plan.resize(words);
+        plan = reinterpret_cast<uint8_t*>(own_plan.data());
+    }
+    Row* const rows = reinterpret_cast<Row*>(plan);
+    const DeviceRows device_rows{batch.rows, batch.max_count, batch.sequences, batch.counts, batch.offsets};
+    const int32_t size = batch.on_device ? 0 : plan_attend(layer, batch, rows, plan + aligned(most_rows * sizeof(Row)));
 
     AttendCall call;
     call.layer = layer;
-    call.rows = Rows{rows, size};
+    call.rows = Rows{rows, size, batch.on_device ? &device_rows : nullptr};
     call.q = request.q;
     call.out = request.out;
     call.k = request.k;
@@ -271,7 +299,7 @@ void Cache::attend(int32_t layer, const Batch& batch, const AttendRequest& reque
     call.window_left = request.window_left;
     call.learned_sinks = request.learned_sinks;
     call.flags = request.flags;
-    call.workspace = base + plan_bytes(most_rows);
+    call.workspace = model_.device == KIVI_CPU ? base + plan_bytes(most_rows) : base;
     call.workspace_bytes = static_cast<size_t>(end - static_cast<uint8_t*>(call.workspace));
     call.stream = stream;
     run([&] { backend_->attend(call); });
@@ -283,7 +311,7 @@ void Cache::dequantize(int32_t layer, int32_t sequence, int64_t begin, int64_t e
     check_healthy();
     if (begin == end) return;
     const Span& span = span_at(layer, sequence);
-    const Row row{0, sequence, 0, end - begin, span, span, table_.blocks(sequence)};
+    const Row row{0, sequence, 0, end - begin, span, span, table_.blocks(sequence), table_.count(sequence)};
     run([&] { backend_->dequantize(layer, row, begin, end, k, v, stored_basis, stream); });
 }
 
@@ -340,6 +368,40 @@ void Cache::reserve(int64_t tokens, kivi_stream stream) {
     memory_.page_bytes += more * memory_.block_bytes;
     memory_.table_bytes = table_bytes(model_, memory_.blocks);
     memory_.total_bytes += more * memory_.block_bytes + memory_.table_bytes - table_before;
+}
+
+void Cache::reserve_sequence(int32_t sequence, int64_t tokens, kivi_stream stream) {
+    check_stream(stream);
+    check_healthy();
+    check_sequence(sequence);
+    if (tokens < 0) refuse_argument("tokens is ", tokens, "; it must not be negative");
+    if (tokens > model_.max_tokens) {
+        refuse(KIVI_ERROR_CAPACITY, "tokens is ", tokens, "; a sequence holds at most max_tokens, ", model_.max_tokens);
+    }
+    Span full = after_append(model_.windows, Span{}, tokens);
+    if (model_.windows.schedule == KIVI_SCHEDULE_ROLLING) full = after_flush(model_.windows, full);
+    const int64_t blocks = blocks_of(model_.windows, full);
+    check_blocks(blocks - table_.count(sequence));
+    bind(sequence, blocks, stream);
+}
+
+void Cache::synchronize(kivi_stream stream) {
+    check_stream(stream);
+    check_healthy();
+    std::vector<Span> spans(spans_.size());
+    std::vector<int32_t> full(model_.max_sequences);
+    bool read = false;
+    run([&] {
+        backend_->synchronize(stream);
+        read = backend_->read_state(&spans, &full);
+    });
+    if (!read) return;
+    spans_ = std::move(spans);
+    for (int32_t sequence = 0; sequence < model_.max_sequences; sequence++) {
+        if (full[sequence] == 0) continue;
+        refuse(KIVI_ERROR_CAPACITY, "sequence ", sequence, " had no room for an append on the device: its ",
+               table_.count(sequence), " blocks or max_tokens, ", model_.max_tokens, ", were reached");
+    }
 }
 
 // ---- Moving one sequence ----------------------------------------------------------------------------------
@@ -411,6 +473,7 @@ void Cache::import_sequence(int32_t sequence, const void* buffer, size_t bytes, 
     check_blocks(blocks - table_.count(sequence));
 
     run([&] { backend_->synchronize(stream); });
+    blocks = std::max(blocks, table_.count(sequence));  // reserved ones stay
     table_.resize(sequence, 0);
     table_.resize(sequence, blocks);
     const int32_t* const table = table_.blocks(sequence);
@@ -518,7 +581,15 @@ void Cache::set_moments(int32_t layer, const View& m, bool stored_basis, kivi_st
     check_healthy();
     check_nothing_packed(layer, "kivi_moments_set");
     const kivi_layer& shape = model_.layers[layer];
-    const std::vector<float> means = moments_in_stored_basis(m, shape, stored_basis);
+    // [heads, dim, dim] as far as its strides reach.
+    std::vector<float> host;
+    View matrices = m;
+    if (model_.device != KIVI_CPU) {
+        host.resize((shape.kv_heads - 1) * m.token_stride + (shape.key_dim - 1) * (m.head_stride + 1) + 1);
+        run([&] { backend_->download(host.data(), m.data, host.size() * sizeof(float), stream); });
+        matrices.data = host.data();
+    }
+    const std::vector<float> means = moments_in_stored_basis(matrices, shape, stored_basis);
     make_tables(means, shape);  // refuses here what commit would refuse
     write_means(layer, means, 0);
     use_tables(layer, {});

@@ -55,6 +55,8 @@ class Cache {
     void reset(kivi_stream stream);
     void reset_sequence(int32_t sequence, kivi_stream stream);
     void reserve(int64_t tokens, kivi_stream stream);
+    void reserve_sequence(int32_t sequence, int64_t tokens, kivi_stream stream);
+    void synchronize(kivi_stream stream);  // and takes lengths from the device
 
     // Moving one sequence.
     size_t export_size(int32_t sequence) const;
@@ -102,18 +104,22 @@ class Cache {
     // The batch's rows with their spans before and after; `after_of(sequence, before, count)` may refuse.
     template <class AfterOf>
     Rows plan_rows(int32_t layer, const Batch& batch, AfterOf&& after_of);
+    // Runs `work(rows)` on the rows of a batch in device memory, whose lengths are then behind.
+    template <class Work>
+    void run_on_device(const Batch& batch, Work&& work) const;
     int64_t missing_blocks(int32_t sequence, const Span& after) const;
     void check_blocks(int64_t needed) const;
+    void bind(int32_t sequence, int64_t count, kivi_stream stream);  // grows the page table to `count` blocks
     // Gives the planned rows their blocks, runs `work`, moves the spans; takes the blocks back if it throws.
     template <class Work>
-    void apply(int32_t layer, Rows rows, Work&& work);
+    void apply(int32_t layer, Rows rows, kivi_stream stream, Work&& work);
     // Runs a call of the backend and remembers a device error.
     template <class Work>
     void run(Work&& work) const;
 
     int32_t layer_count() const { return static_cast<int32_t>(model_.layers.size()); }
-    int64_t blocks_held(int32_t sequence) const;  // what the spans of all layers need
     size_t plan_bytes(int32_t rows) const;
+    int32_t plan_attend(int32_t layer, const Batch& batch, Row* rows, uint8_t* seen) const;
     void drop_contents(int32_t sequence);
     void publish(int32_t sequence, const std::vector<Span>& spans, kivi_stream stream);
 

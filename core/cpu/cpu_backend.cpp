@@ -15,6 +15,7 @@
 #include "cpu/canonical.h"
 #include "cpu/dequantize.h"
 #include "cpu/memory.h"
+#include "cpu/merge.h"
 #include "cpu/moments.h"
 #include "cpu/reference_attend.h"
 #include "cpu/simd.h"
@@ -274,7 +275,10 @@ kivi_device_info query(int32_t) {
 PathInfo path(const Model& model, const kivi_layer& layer) {
     PathInfo info;
     if (!model.reference) info = attend_path(layer, model.window_dtype);
-    if (model.reference) info.attend_path = KIVI_PATH_REFERENCE;
+    if (model.reference) {
+        info.attend_path = KIVI_PATH_REFERENCE;
+        info.reason = "the config asks for the reference backend";
+    }
     info.pack_path = KIVI_PATH_REFERENCE;
     return info;
 }
@@ -291,7 +295,8 @@ std::unique_ptr<Backend> create(const Model& model) { return std::make_unique<Cp
 }  // namespace
 
 const BackendKind& backend_kind() {
-    static const BackendKind kind{KIVI_CPU, count, query, path, layout_version, scratch_bytes, create};
+    static const BackendKind kind{KIVI_CPU, count, query, path, layout_version, scratch_bytes, create,
+                                  merge_parts};
     return kind;
 }
 

@@ -112,6 +112,39 @@ TEST_CASE(
     }
 }
 
+TEST_CASE("[RESERVE-1] [SYNC-1] a sequence is given its blocks beforehand, and appends then take none") {
+    kivi_config with = config(channel(4, 32), token(4, 32), {2, 2, 64, 64}, {0, 32, 32});
+    with.max_sequences = 2;
+    with.pool_tokens = 1024;
+    const Cache cache(with);
+    Random random(5);
+    const Tokens tokens = random_tokens(random, cache.layer(), 700);
+    const auto used = [&] {
+        kivi_statistics statistics{};
+        REQUIRE(kivi_query_statistics(cache, -1, &statistics, sizeof statistics) == KIVI_OK);
+        return statistics.blocks_used;
+    };
+    REQUIRE(kivi_sequence_reserve(cache, 1, 700, nullptr) == KIVI_OK);
+    const int64_t reserved = used();
+    CHECK(reserved == 6);  // 672 packed tokens after a flush, in blocks of 128
+    CHECK(cache.length(1).length == 0);
+    REQUIRE(kivi_sequence_reserve(cache, 1, 100, nullptr) == KIVI_OK);
+    CHECK(used() == reserved);
+    cache.append(1, tokens, 0, 700);
+    REQUIRE(kivi_synchronize(cache, nullptr) == KIVI_OK);
+    CHECK(cache.length(1).length == 700);
+    CHECK(used() == reserved);
+    CHECK(kivi_sequence_reserve(cache, 0, 1025, nullptr) == KIVI_ERROR_CAPACITY);
+    CHECK(says("max_tokens"));
+    CHECK(kivi_sequence_reserve(cache, 0, 1000, nullptr) == KIVI_ERROR_CAPACITY);  // the pool has 2 blocks left
+    CHECK(says("more blocks"));
+    CHECK(kivi_sequence_reserve(cache, 2, 1, nullptr) == KIVI_ERROR_INVALID_ARGUMENT);
+    CHECK(kivi_sequence_reserve(cache, 0, -1, nullptr) == KIVI_ERROR_INVALID_ARGUMENT);
+    CHECK(used() == reserved);
+    REQUIRE(kivi_sequence_reset(cache, 1, nullptr) == KIVI_OK);
+    CHECK(used() == 0);
+}
+
 TEST_CASE("fault 59: nothing cached and 20 fresh tokens is plain causal attention") {
     const Cache cache(preset("k3v2", {2, 4, 64, 64}));
     Random random(59);

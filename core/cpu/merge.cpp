@@ -1,5 +1,5 @@
 // One query head at a time: weights in double from the largest LSE down, so nothing overflows.
-#include "cache/merge.h"
+#include "cpu/merge.h"
 
 #include <algorithm>
 #include <cmath>
@@ -7,7 +7,7 @@
 
 #include "format/half.h"
 
-namespace kivi {
+namespace kivi::cpu {
 namespace {
 
 int64_t element(const View& view, int64_t row, int64_t token, int64_t head) {
@@ -84,4 +84,4 @@ void merge_parts(const MergeCall& call) {
     }
 }
 
-}  // namespace kivi
+}  // namespace kivi::cpu

@@ -1,0 +1,625 @@
+// Attention for every spec: rows are decoded to fp32 in shared memory, 32 positions at a time, and multiplied
+// there. One block serves some queries of one KV head. A sequence is cut into chunks (chunks.h), each with a
+// softmax of its own; chunks are added in order to groups of eight, groups in order to the whole:
+//
+//   whole = (c0 + c1 + .. + c7) + (c8 + .. + c15) + ..
+//
+// Chunks or groups can be blocks of their own, which a second kernel adds, or one block does all of them. The
+// arithmetic is the same, so the bits do not depend on which it was.
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "cuda/batch.cuh"
+#include "cuda/chunks.h"
+#include "cuda/warp_row.cuh"
+
+namespace kivi::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kTile = kSlabTokens;        // positions decoded at a time
+constexpr int kGroup = 8;                 // chunks
+constexpr int64_t kEnoughBlocks = 264;    // from so many items on, chunks of decode steps are not spread
+constexpr int64_t kEnoughTiles = 24;      // nor groups of prompts
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+__device__ inline float infinity() { return __uint_as_float(0x7F800000u); }
+__device__ inline float quiet_nan() { return __uint_as_float(kNanF32); }
+
+// A softmax so far: all weights are relative to 2^max.
+struct Sum {
+    float max, sum;
+};
+__device__ inline Sum no_sum() { return {-infinity(), 0.0f}; }
+__device__ inline bool empty(const Sum& s) { return s.max == -infinity() && s.sum == 0.0f; }
+
+// Factors that bring two partial results to a common maximum; the sum of both. Adding an empty one changes
+// nothing, bit for bit.
+struct Joint {
+    float of_first, of_second;
+    Sum sum;
+};
+__device__ inline Joint join(const Sum& a, const Sum& b) {
+    if (empty(b)) return {1.0f, 0.0f, a};
+    if (empty(a)) return {0.0f, 1.0f, b};
+    Joint joint;
+    joint.sum.max = fmaxf(a.max, b.max);
+    joint.of_first = a.max == joint.sum.max ? 1.0f : exp2f(a.max - joint.sum.max);
+    joint.of_second = b.max == joint.sum.max ? 1.0f : exp2f(b.max - joint.sum.max);
+    joint.sum.sum = __fmaf_rn(b.sum, joint.of_second, __fmul_rn(a.sum, joint.of_first));
+    return joint;
+}
+__device__ inline float add(float of_first, float of_second, float first, float second) {
+    if (of_second == 0.0f && of_first == 1.0f) return first;
+    if (of_first == 0.0f && of_second == 1.0f) return second;
+    return __fmaf_rn(second, of_second, __fmul_rn(first, of_first));
+}
+
+// Sizes of a call.
+enum class Spread : int32_t { none, chunks, groups };
+struct Shape {
+    int tiles;   // of queries, for a row of max_count tokens
+    int chunks;  // of the longest sequence
+    Spread spread;
+    __host__ __device__ int parts() const {  // blocks that share one item's keys
+        return spread == Spread::none ? 1 : spread == Spread::chunks ? chunks : (chunks + kGroup - 1) / kGroup;
+    }
+};
+
+__host__ __device__ inline int ratio(const Layer& layer) { return layer.q_heads / layer.key.heads; }
+
+// Wide rows leave shared memory for few queries only.
+int queries_a_block(const Layer& layer, int32_t max_count) {
+    const int64_t queries = static_cast<int64_t>(max_count) * ratio(layer);
+    if (max(layer.key.dim, layer.value.dim) > 2 * kStripe) return 4;
+    return queries <= 4 ? 4 : queries <= 8 ? 8 : 16;
+}
+
+Shape shape_of(const Layer& layer, int32_t rows, int32_t max_count) {
+    const int64_t queries = static_cast<int64_t>(max_count) * ratio(layer);
+    const int a_block = queries_a_block(layer, max_count);
+    Shape shape;
+    shape.tiles = static_cast<int>((queries + a_block - 1) / a_block);
+    shape.chunks = chunk_of(layer.max_tokens + max_count) + 1;
+    const int64_t items = static_cast<int64_t>(shape.tiles) * rows * layer.key.heads;
+    shape.spread = Spread::none;
+    if (shape.tiles == 1 && items < kEnoughBlocks && shape.chunks > 1) shape.spread = Spread::chunks;
+    if (shape.tiles > 1 && items < kEnoughTiles && shape.chunks > kGroup) shape.spread = Spread::groups;
+    return shape;
+}
+
+// Partial results: [row][head][tile][part] of QUERIES sums, then of QUERIES rows of value_dim.
+struct Partials {
+    Sum* sums;
+    float* rows;
+    __device__ Partials(const AttendArgs& args, const Shape& shape, int queries, int64_t item, int part) {
+        const int64_t items = static_cast<int64_t>(args.batch.size) * args.layer.key.heads * shape.tiles;
+        const int64_t slot = item * shape.parts() + part;
+        sums = reinterpret_cast<Sum*>(args.workspace) + slot * queries;
+        rows = args.workspace + (2 * items * shape.parts() + slot * args.layer.value.dim) * queries;
+    }
+};
+
+// ---- Decoding ----
+
+// Tiles begin at multiples of kTile from the end of the sink window, whatever a query sees of them.
+__device__ int64_t tile_begin(int64_t position, int64_t sink) {
+    return sink + last_multiple(kTile, position - sink);
+}
+
+// Where the run that begins at `position` ends: positions of one tile that are stored alike.
+__device__ int64_t run_end(const TensorStore& store, const Span& span, int64_t position, int64_t total) {
+    const int64_t sink = store.windows.sink, border = tail_begin(store.windows, span, store.part);
+    int64_t end = min(total, tile_begin(position, sink) + kTile);
+    for (const int64_t edge : {sink, border, span.length}) {
+        if (position < edge) end = min(end, edge);
+    }
+    return end;
+}
+
+template <int BITS>
+__device__ void decode_slab(const uint8_t* from, const GroupParams& params, int skip, int count, float* to,
+                            int stride) {
+    const uint32_t* const words = reinterpret_cast<const uint32_t*>(from);
+    uint32_t word[BITS + 1];
+#pragma unroll
+    for (int i = 0; i < BITS; ++i) word[i] = words[i];
+    word[BITS] = 0;
+#pragma unroll
+    for (int t = 0; t < kTile; ++t) {
+        const int bit = t * BITS;
+        const uint32_t code = __funnelshift_r(word[bit / 32], word[bit / 32 + 1], bit % 32) & ((1u << BITS) - 1);
+        if (t >= skip && t < skip + count) to[(t - skip) * stride] = decode(static_cast<int>(code), params);
+    }
+}
+
+template <int BITS>
+__device__ void decode_eight(const uint8_t* from, const GroupParams& params, float* to) {
+    uint64_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < BITS; ++i) bits |= static_cast<uint64_t>(from[i]) << (8 * i);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        to[i] = decode(static_cast<int>(bits >> (i * BITS)) & ((1 << BITS) - 1), params);
+    }
+}
+
+__device__ GroupParams load_params(const PageOrder& order, const uint8_t* part, int64_t scale, int64_t min) {
+    const int32_t dtype = order.spec.param_dtype == KIVI_F32 ? KIVI_F32 : KIVI_F16;
+    return {load_element(part + scale, dtype, 0), load_element(part + min, dtype, 0)};
+}
+
+// Tokens first .. first + count - 1 of a page, inside one slab.
+__device__ void decode_packed(const TensorStore& store, const uint8_t* part, int first, int count, float* to,
+                              int stride) {
+    const PageOrder& order = store.order;
+    const int bits = order.spec.bits, dim = store.dim;
+    if (order.order != Order::canonical) {
+        with_order(order, [&](auto of) {
+            using O = decltype(of);
+            for (int i = threadIdx.x; i < count * dim; i += kThreads) {
+                const int t = i / dim, c = i % dim;
+                const GroupParams params =
+                    load_params(order, part, O::scale(order, first + t, c), O::min(order, first + t, c));
+                to[t * stride + c] = decode(O::code(order, part, first + t, c), params);
+            }
+        });
+        return;
+    }
+    const int64_t scales = canonical_code_bytes(order.spec, dim);
+    const int64_t mins = scales + group_shape(order.spec, dim).groups * param_bytes(order.spec);
+    if (order.spec.axis == KIVI_AXIS_CHANNEL) {
+        const int skip = first % kTile;
+        for (int c = threadIdx.x; c < dim; c += kThreads) {
+            const CanonicalPlace place = canonical_place(order.spec, dim, first - skip, c);
+            const int64_t param = place.group * param_bytes(order.spec);
+            const GroupParams params = load_params(order, part, scales + param, mins + param);
+            const uint8_t* const from = part + place.stream + place.index * bits / 8;
+            switch (bits) {
+                case 2: decode_slab<2>(from, params, skip, count, to + c, stride); break;
+                case 3: decode_slab<3>(from, params, skip, count, to + c, stride); break;
+                case 4: decode_slab<4>(from, params, skip, count, to + c, stride); break;
+                default: decode_slab<8>(from, params, skip, count, to + c, stride); break;
+            }
+        }
+        return;
+    }
+    const int eights = dim / 8;
+    const int group = order.spec.group == KIVI_GROUP_HEAD ? dim : order.spec.group;
+    const int groups_a_row = (dim + group - 1) / group;
+    for (int i = threadIdx.x; i < count * eights; i += kThreads) {
+        const int t = i / eights, c = i % eights * 8;
+        const int64_t param = (static_cast<int64_t>(first + t) * groups_a_row + c / group) * param_bytes(order.spec);
+        const GroupParams params = load_params(order, part, scales + param, mins + param);
+        const uint8_t* const from = part + static_cast<int64_t>(first + t) * eights * bits + c / 8 * bits;
+        float* const row = to + t * stride + c;
+        switch (bits) {
+            case 2: decode_eight<2>(from, params, row); break;
+            case 3: decode_eight<3>(from, params, row); break;
+            case 4: decode_eight<4>(from, params, row); break;
+            default: decode_eight<8>(from, params, row); break;
+        }
+    }
+}
+
+// Positions position .. position + count - 1 of one run, to rows of `stride` floats in shared memory.
+template <int STRIPES>
+__device__ void load_tile(const Layer& layer, const TensorStore& store, const View& fresh, const RowArg& row,
+                          const Span& span, int head, int64_t position, int count, float* to, int stride) {
+    const int64_t sink = store.windows.sink;
+    const bool packed = position >= sink && position < min(tail_begin(store.windows, span, store.part), span.length);
+    const int64_t slot = position - sink;
+    const uint8_t* part = nullptr;
+    if (packed) {
+        part = store.page(layer.block(row.sequence, slot / kPageTokens), head);
+        if (store.spec().bits != 16) {
+            decode_packed(store, part, static_cast<int>(slot % kPageTokens), count, to, stride);
+            return;
+        }
+    }
+#pragma unroll 1
+    for (int t = threadIdx.x / kWarp; t < count; t += kWarps) {
+        WarpRow<STRIPES> x;
+        const void* from;
+        int32_t dtype = store.window_dtype;
+        int64_t at = 0;
+        const bool is_fresh = position >= span.length;
+        if (is_fresh) {
+            from = fresh.data;
+            dtype = fresh.dtype;
+            at = fresh.origin(row.index, row.offset) + (position + t - span.length) * fresh.token_stride +
+                 head * fresh.head_stride;
+        } else if (packed) {
+            from = part + (slot % kPageTokens + t) * store.row_bytes();
+        } else {
+            from = store.window_row(row.sequence, head, position + t);
+        }
+        x.load(from, dtype, at, store.dim);
+        if (is_fresh && store.rotated()) x.hadamard(store.dim);
+        x.for_each(store.dim, [&](int j, int c) {
+#pragma unroll
+            for (int i = 0; i < kLaneChannels; ++i) to[t * stride + c + i] = x.x[j][i];
+        });
+    }
+}
+
+// ---- Queries ----
+
+// Query i of a row and KV head: token i / ratio, head i % ratio of the group.
+struct Query {
+    int token, head;
+    int64_t first, last;  // positions that it sees
+    __device__ Query(const AttendArgs& args, const RowArg& row, const Span& span, int kv_head, int i) {
+        const int group = ratio(args.layer);
+        token = i / group;
+        head = kv_head * group + i % group;
+        last = span.length + token - (args.k ? 0 : row.count);
+        first = args.window_left < 0 ? 0 : max(int64_t{0}, last - args.window_left);
+    }
+};
+
+// Divides, transforms back and writes one query's result.
+template <int STRIPES>
+__device__ void finish(const AttendArgs& args, const RowArg& row, const Query& query, const Sum& sum,
+                       WarpRow<STRIPES>& x) {
+    const int dim = args.layer.value.dim;
+    const bool none = empty(sum);
+    if (args.lse && lane() == 0) {
+        const int64_t at = args.lse.origin(row.index, row.offset) + query.token * args.lse.token_stride +
+                           query.head * args.lse.head_stride;
+        static_cast<float*>(args.lse.data)[at] = none ? -infinity() : sum.max * kLn2 + logf(sum.sum);
+    }
+    float factor = none ? 0.0f : 1.0f / sum.sum;
+    if (args.learned_sinks != nullptr && !none) {
+        const Joint joint = join(sum, {args.learned_sinks[query.head] * kLog2E, 1.0f});
+        factor = joint.of_first / joint.sum.sum;
+    }
+#pragma unroll
+    for (int j = 0; j < STRIPES; ++j) {
+#pragma unroll
+        for (int i = 0; i < kLaneChannels; ++i) x.x[j][i] = none ? 0.0f : x.x[j][i] * factor;
+    }
+    if (args.layer.value.rotated()) x.hadamard(dim);
+    const int64_t at = args.out.origin(row.index, row.offset) + query.token * args.out.token_stride +
+                       query.head * args.out.head_stride;
+    x.store(args.out.data, args.out.dtype, at, dim);
+}
+
+// Shared memory: queries, one tile of keys or values, weights of the tile, results of the group and of all.
+struct Shared {
+    float *queries, *tile, *weights, *shrink, *group, *whole;
+};
+
+size_t shared_floats(const Layer& layer, int queries) {
+    const int key = layer.key.dim, value = layer.value.dim, widest = key > value ? key : value;
+    return static_cast<size_t>(queries) * (key + 2 * value + kTile + 2) + static_cast<size_t>(kTile) * (widest + 1);
+}
+
+// Grid: x = part + parts * tile, y = KV head, z = row. QUERIES a block; thread c owns
+// channels c, c + 128, ... of the result.
+template <int QUERIES, int STRIPES>
+__global__ void __launch_bounds__(kThreads)
+attend_kernel(const __grid_constant__ AttendArgs args, const __grid_constant__ Shape shape) {
+    constexpr int kWarpQueries = QUERIES / kWarps;
+    extern __shared__ float4 memory[];
+    const Layer& layer = args.layer;
+    const int key_dim = layer.key.dim, value_dim = layer.value.dim;
+    Shared shared;
+    shared.queries = reinterpret_cast<float*>(memory);
+    shared.group = shared.queries + QUERIES * key_dim;
+    shared.whole = shared.group + QUERIES * value_dim;
+    shared.weights = shared.whole + QUERIES * value_dim;
+    shared.shrink = shared.weights + QUERIES * kTile;
+    shared.tile = shared.shrink + 2 * QUERIES;
+
+    const RowArg row = row_of(args.batch, blockIdx.z);
+    const int tile = blockIdx.x / shape.parts(), part = blockIdx.x % shape.parts();
+    const int head = blockIdx.y, warp = threadIdx.x / kWarp;
+    const int first_query = tile * QUERIES;
+    const int queries = min(QUERIES, row.count * ratio(layer) - first_query);
+    if (queries <= 0) return;
+    const Span span = layer.spans[row.sequence];
+    const int64_t item = (static_cast<int64_t>(blockIdx.z) * gridDim.y + head) * shape.tiles + tile;
+
+    // Positions that any of the block's queries sees.
+    const int64_t last = Query(args, row, span, head, first_query + queries - 1).last;
+    const int64_t first = Query(args, row, span, head, first_query).first;
+    const int64_t total = last + 1, sink = layer.key.windows.sink;
+    int chunk = chunk_of(max(first - sink, int64_t{0}));
+    int end_chunk = total <= 0 ? chunk : chunk_of(max(total - 1 - sink, int64_t{0})) + 1;
+    if (shape.spread != Spread::none) {
+        const int size = shape.spread == Spread::chunks ? 1 : kGroup;
+        chunk = max(chunk, part * size);
+        end_chunk = min(end_chunk, (part + 1) * size);
+    }
+
+    for (int q = warp; q < QUERIES; q += kWarps) {
+        WarpRow<STRIPES> x;
+        x.clear();
+        if (q < queries) {
+            const Query query(args, row, span, head, first_query + q);
+            const int64_t at = args.q.origin(row.index, row.offset) + query.token * args.q.token_stride +
+                               query.head * args.q.head_stride;
+            x.load(args.q.data, args.q.dtype, at, key_dim);
+            if (layer.key.rotated()) x.hadamard(key_dim);
+        }
+        x.for_each(key_dim, [&](int j, int c) {
+#pragma unroll
+            for (int i = 0; i < kLaneChannels; ++i) shared.queries[q * key_dim + c + i] = x.x[j][i];
+        });
+    }
+    for (int i = threadIdx.x; i < 2 * QUERIES * value_dim; i += kThreads) shared.group[i] = 0.0f;
+    __syncthreads();
+
+    Sum group[kWarpQueries], whole[kWarpQueries];  // of the warp's queries
+#pragma unroll
+    for (int k = 0; k < kWarpQueries; ++k) group[k] = whole[k] = no_sum();
+    // Adds to `to`, whose sums are `sums`, what value(q, c, v) gives with the sums `more`. Factors go through shared
+    // memory.
+    const auto fold = [&](Sum* sums, const Sum* more, float* to, const auto& value) {
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < kWarpQueries; ++k) {
+            const int q = warp + k * kWarps;
+            const Joint joint = join(sums[k], more[k]);
+            if (lane() == 0) {
+                shared.shrink[q] = joint.of_first;
+                shared.shrink[QUERIES + q] = joint.of_second;
+            }
+            sums[k] = joint.sum;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int q = 0; q < QUERIES; ++q) {
+#pragma unroll
+            for (int v = 0; v < STRIPES; ++v) {
+                const int c = threadIdx.x + v * kThreads;
+                if (c >= value_dim) break;
+                float& result = to[q * value_dim + c];
+                result = add(shared.shrink[q], shared.shrink[QUERIES + q], result, value(q, c, v));
+            }
+        }
+        __syncthreads();
+    };
+
+#pragma unroll 1
+    for (; chunk < end_chunk; ++chunk) {
+        const int64_t chunk_first =
+            max(tile_begin(first, sink), chunk == 0 ? int64_t{0} : sink + chunk_begin(chunk));
+        const int64_t chunk_end = min(total, sink + chunk_begin(chunk + 1));
+        Sum sums[kWarpQueries];
+        float acc[QUERIES][STRIPES];
+#pragma unroll
+        for (int k = 0; k < kWarpQueries; ++k) sums[k] = no_sum();
+#pragma unroll
+        for (int q = 0; q < QUERIES; ++q) {
+#pragma unroll
+            for (int v = 0; v < STRIPES; ++v) acc[q][v] = 0.0f;
+        }
+
+#pragma unroll 1
+        for (int64_t position = chunk_first; position < chunk_end;) {
+            const int64_t end = min(chunk_end, min(run_end(layer.key, span, position, total),
+                                                   run_end(layer.value, span, position, total)));
+            const int count = static_cast<int>(end - position);
+            load_tile<STRIPES>(layer, layer.key, args.k, row, span, head, position, count, shared.tile, key_dim + 1);
+            __syncthreads();
+
+            // Scores: lane t has position t, a warp its queries.
+            bool hidden = false;
+#pragma unroll
+            for (int k = 0; k < kWarpQueries; ++k) {
+                const int q = warp + k * kWarps;
+                const int t = lane();
+                float score = -infinity();
+                if (q < queries && t < count) {
+                    const Query query(args, row, span, head, first_query + q);
+                    if (position + t >= query.first && position + t <= query.last) {
+                        const float* const x = shared.tile + t * (key_dim + 1);
+                        const float4* const y = reinterpret_cast<const float4*>(shared.queries + q * key_dim);
+                        float dot = 0;
+                        for (int c = 0; c < key_dim / 4; ++c) {
+                            const float4 part = y[c];
+                            dot = fmaf(part.x, x[4 * c], dot);
+                            dot = fmaf(part.y, x[4 * c + 1], dot);
+                            dot = fmaf(part.z, x[4 * c + 2], dot);
+                            dot = fmaf(part.w, x[4 * c + 3], dot);
+                        }
+                        float s = dot * args.scale;
+                        if (args.soft_cap > 0) s = args.soft_cap * tanhf(s / args.soft_cap);
+                        // A non-finite key must not hide behind exp(-inf) or tanh(inf): [ATTEND-4].
+                        score = finite(dot) ? s * kLog2E : quiet_nan();
+                    } else {
+                        hidden = true;
+                    }
+                }
+                const float max_before = sums[k].max;
+                sums[k].max = fmaxf(max_before, warp_max(score));  // fmaxf passes NaN by
+                const float weight = score == -infinity() ? 0.0f : exp2f(score - sums[k].max);
+                const float shrink = max_before == sums[k].max ? 1.0f : exp2f(max_before - sums[k].max);
+                sums[k].sum = fmaf(sums[k].sum, shrink, warp_sum(weight));
+                shared.weights[q * kTile + t] = weight;
+                if (t == 0) shared.shrink[q] = shrink;
+            }
+            hidden = __syncthreads_or(hidden);
+
+            load_tile<STRIPES>(layer, layer.value, args.v, row, span, head, position, count, shared.tile,
+                               value_dim + 1);
+            __syncthreads();
+#pragma unroll
+            for (int v = 0; v < STRIPES; ++v) {
+                const int c = threadIdx.x + v * kThreads;
+                if (c >= value_dim) break;
+#pragma unroll
+                for (int q = 0; q < QUERIES; ++q) acc[q][v] *= shared.shrink[q];
+                for (int t = 0; t < count; ++t) {
+                    const float x = shared.tile[t * (value_dim + 1) + c];
+#pragma unroll
+                    for (int q = 0; q < QUERIES; ++q) {
+                        const float weight = shared.weights[q * kTile + t];
+                        // What a query does not see must not reach it, not even as 0 times infinity.
+                        if (!hidden || weight != 0.0f) acc[q][v] = fmaf(weight, x, acc[q][v]);
+                    }
+                }
+            }
+            __syncthreads();
+            position = end;
+        }
+
+        if (shape.spread == Spread::chunks) {  // the only one of this block
+            const Partials to(args, shape, QUERIES, item, part);
+#pragma unroll
+            for (int k = 0; k < kWarpQueries; ++k) {
+                if (lane() == 0) to.sums[warp + k * kWarps] = sums[k];
+            }
+#pragma unroll
+            for (int q = 0; q < QUERIES; ++q) {
+#pragma unroll
+                for (int v = 0; v < STRIPES; ++v) {
+                    const int c = threadIdx.x + v * kThreads;
+                    if (c < value_dim) to.rows[q * value_dim + c] = acc[q][v];
+                }
+            }
+            return;
+        }
+        fold(group, sums, shared.group, [&](int q, int, int v) { return acc[q][v]; });
+        const bool last_of_group = chunk % kGroup == kGroup - 1 || chunk + 1 == end_chunk;
+        if (shape.spread == Spread::groups || !last_of_group) continue;
+        fold(whole, group, shared.whole, [&](int q, int c, int) { return shared.group[q * value_dim + c]; });
+#pragma unroll
+        for (int k = 0; k < kWarpQueries; ++k) group[k] = no_sum();
+    }
+
+    if (shape.spread != Spread::none) {  // a group, or a part without chunks
+        const Partials to(args, shape, QUERIES, item, part);
+#pragma unroll
+        for (int k = 0; k < kWarpQueries; ++k) {
+            if (lane() == 0) to.sums[warp + k * kWarps] = group[k];
+        }
+        for (int i = threadIdx.x; i < QUERIES * value_dim; i += kThreads) to.rows[i] = shared.group[i];
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < kWarpQueries; ++k) {
+        const int q = warp + k * kWarps;
+        if (q >= queries) continue;
+        WarpRow<STRIPES> x;
+        x.load(shared.whole + q * value_dim, KIVI_F32, 0, value_dim);
+        finish(args, row, Query(args, row, span, head, first_query + q), whole[k], x);
+    }
+}
+
+// Adds the parts of spread queries. Grid: x = tile, y = KV head, z = row; one warp a query.
+template <int QUERIES, int STRIPES>
+__global__ void __launch_bounds__(kThreads)
+add_parts_kernel(const __grid_constant__ AttendArgs args, const __grid_constant__ Shape shape) {
+    const RowArg row = row_of(args.batch, blockIdx.z);
+    const int head = blockIdx.y, value_dim = args.layer.value.dim;
+    const int first_query = blockIdx.x * QUERIES;
+    const int queries = min(QUERIES, row.count * ratio(args.layer) - first_query);
+    if (queries <= 0) return;
+    const Span span = args.layer.spans[row.sequence];
+    const int64_t item = (static_cast<int64_t>(blockIdx.z) * gridDim.y + head) * shape.tiles + blockIdx.x;
+    const int size = shape.spread == Spread::chunks ? kGroup : 1;  // parts of a group
+    const auto fold = [&](Sum& to_sum, WarpRow<STRIPES>& to, const Sum& sum, const auto& value) {
+        const Joint joint = join(to_sum, sum);
+        to_sum = joint.sum;
+        to.for_each(value_dim, [&](int j, int c) {
+            const float4 part = value(j, c);
+            to.x[j][0] = add(joint.of_first, joint.of_second, to.x[j][0], part.x);
+            to.x[j][1] = add(joint.of_first, joint.of_second, to.x[j][1], part.y);
+            to.x[j][2] = add(joint.of_first, joint.of_second, to.x[j][2], part.z);
+            to.x[j][3] = add(joint.of_first, joint.of_second, to.x[j][3], part.w);
+        });
+    };
+    for (int q = threadIdx.x / kWarp; q < queries; q += kWarps) {
+        WarpRow<STRIPES> whole, group;
+        Sum whole_sum = no_sum();
+        whole.clear();
+        for (int first_part = 0; first_part < shape.parts(); first_part += size) {
+            Sum group_sum = no_sum();
+            group.clear();
+            for (int part = first_part; part < min(first_part + size, shape.parts()); ++part) {
+                const Partials from(args, shape, QUERIES, item, part);
+                const float* const rows = from.rows + q * value_dim;
+                fold(group_sum, group, from.sums[q],
+                     [&](int, int c) { return *reinterpret_cast<const float4*>(rows + c); });
+            }
+            fold(whole_sum, whole, group_sum, [&](int j, int) {
+                return make_float4(group.x[j][0], group.x[j][1], group.x[j][2], group.x[j][3]);
+            });
+        }
+        finish(args, row, Query(args, row, span, head, first_query + q), whole_sum, whole);
+    }
+}
+
+template <int QUERIES, int STRIPES>
+void prepare_kernel() {
+    Layer widest;
+    widest.key.dim = widest.value.dim = STRIPES * kStripe;
+    cudaFuncSetAttribute(attend_kernel<QUERIES, STRIPES>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                         static_cast<int>(shared_floats(widest, QUERIES) * sizeof(float)));
+}
+
+template <int QUERIES, int STRIPES>
+void launch(const AttendArgs& args, const Shape& shape, Stream stream) {
+    const size_t bytes = shared_floats(args.layer, QUERIES) * sizeof(float);
+    const unsigned y = args.layer.key.heads, z = args.batch.size;
+    const unsigned x = shape.tiles * shape.parts();
+    attend_kernel<QUERIES, STRIPES><<<dim3(x, y, z), kThreads, bytes, stream>>>(args, shape);
+    if (shape.spread == Spread::none) return;
+    add_parts_kernel<QUERIES, STRIPES><<<dim3(shape.tiles, y, z), kThreads, 0, stream>>>(args, shape);
+}
+
+// visit(QUERIES, STRIPES) as integral constants, for what queries_a_block can give.
+template <class Visit>
+void with_sizes(int queries, int stripe_count, const Visit& visit) {
+    using std::integral_constant;
+    if (stripe_count > 2) return visit(integral_constant<int, 4>{}, integral_constant<int, 4>{});
+    const auto with_queries = [&](auto stripes_of) {
+        switch (queries) {
+            case 4: return visit(integral_constant<int, 4>{}, stripes_of);
+            case 8: return visit(integral_constant<int, 8>{}, stripes_of);
+            default: return visit(integral_constant<int, 16>{}, stripes_of);
+        }
+    };
+    stripe_count == 1 ? with_queries(integral_constant<int, 1>{}) : with_queries(integral_constant<int, 2>{});
+}
+
+}  // namespace
+
+void prepare_attend() {
+    for (int stripe_count : {1, 2, 4}) {
+        for (int queries : {4, 8, 16}) {
+            with_sizes(queries, stripe_count, [](auto q, auto s) { prepare_kernel<decltype(q)::value, decltype(s)::value>(); });
+        }
+    }
+}
+
+// Grows with rows and max_count: the largest spread call at or below them, of decode steps or of prompts.
+size_t attend_workspace(const Layer& layer, int32_t rows, int32_t max_count) {
+    const int queries = queries_a_block(layer, max_count);
+    Shape shape = shape_of(layer, rows, max_count);
+    const auto bytes = [&](int64_t items, int64_t most, Spread spread) {
+        shape.spread = spread;
+        return static_cast<size_t>(items < most ? items : most - 1) * shape.parts() * queries * (layer.value.dim + 2) *
+               sizeof(float);
+    };
+    const int64_t heads = static_cast<int64_t>(rows) * layer.key.heads;
+    const size_t steps = bytes(heads, kEnoughBlocks, Spread::chunks);
+    const size_t prompts = shape.tiles > 1 ? bytes(heads * shape.tiles, kEnoughTiles, Spread::groups) : 0;
+    return steps > prompts ? steps : prompts;
+}
+
+void attend(const AttendArgs& args, Stream stream) {
+    const Shape shape = shape_of(args.layer, args.batch.size, args.batch.max_count);
+    const int widest = max(args.layer.key.dim, args.layer.value.dim);
+    with_sizes(queries_a_block(args.layer, args.batch.max_count), stripes(widest),
+               [&](auto q, auto s) { launch<decltype(q)::value, decltype(s)::value>(args, shape, stream); });
+}
+
+}  // namespace kivi::cuda

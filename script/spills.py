@@ -1,0 +1,46 @@
+"""Registers and spills of the CUDA kernels, from the output of a build with -Xptxas=-v.
+
+Prints one line a kernel that spills. A kernel of the fast paths (core/cuda/kernels) must not spill: exit code 1.
+"""
+
+import re
+import subprocess
+import sys
+
+
+def kernels(log):
+    """Yields (name, bytes of spill stores and loads, registers)."""
+    name, spilled = None, 0
+    for line in log:
+        if match := re.search(r"Compiling entry function '(\w+)'", line):
+            name = match.group(1)
+        elif match := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            spilled = int(match.group(1)) + int(match.group(2))
+        elif (match := re.search(r"Used (\d+) registers", line)) and name:
+            yield name, spilled, int(match.group(1))
+            name = None
+
+
+def readable(name):
+    """The kernel's name as written in the sources, without its arguments."""
+    text = subprocess.run(["c++filt", name], capture_output=True, text=True).stdout.strip()
+    return re.sub(r"\(anonymous namespace\)::|kivi::cuda::|_GLOBAL__\w+::", "", text).split("(")[0]
+
+
+def main():
+    with open(sys.argv[1]) as file:
+        found = list(kernels(file))
+    if not found:
+        sys.exit("no kernels in the output of the build")
+    failed = False
+    for name, spilled, registers in found:
+        if spilled == 0:
+            continue
+        fast = "fast" in name or "decode" in name
+        failed = failed or fast
+        print(f"{readable(name)}: {registers} registers, {spilled} bytes of spills{', not allowed' if fast else ''}")
+    print(f"{len(found)} kernels, most registers {max(registers for _, _, registers in found)}")
+    sys.exit(1 if failed else 0)
+
+
+main()
