@@ -249,9 +249,10 @@ int main(int argc, char** argv) {
     }
     if (!options.quick && wanted("threads")) {
         Group group("threads, context 4096", 4096);
+        group.add(f16, 1, 1);
         group.add(g32, 1, 1);
         group.add(g32);
-        group.run(options, {"kivi2-sink"});
+        group.run(options, {"kivi2-sink", "f16"});
     }
     return 0;
 }

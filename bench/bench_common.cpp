@@ -84,14 +84,18 @@ void measure(std::vector<Contender>& contenders, double seconds) {
             c.times.push_back(now() - start);
         }
     }
-    for (Contender& c : contenders) c.median_us = median(c.times) * 1e6;
+    for (Contender& c : contenders) {
+        std::sort(c.times.begin(), c.times.end());
+        c.median_us = c.times[c.times.size() / 2] * 1e6;
+        c.fast_us = c.times[c.times.size() / 10] * 1e6;
+    }
 }
 
 void print_table(const std::string& title, const std::vector<Contender>& contenders) {
     std::printf("\n%s\n", title.c_str());
     for (const Contender& c : contenders) {
-        std::printf("  %-24s T %-6lld B %-2d threads %d  %10.1f us %7.2f GB/s", c.what.preset.c_str(),
-                    static_cast<long long>(c.what.context), c.what.batch, c.what.threads, c.median_us, c.gbps());
+        std::printf("  %-24s T %-6lld B %-2d threads %d  %9.1f us (p10 %9.1f) %6.2f GB/s", c.what.preset.c_str(),
+                    static_cast<long long>(c.what.context), c.what.batch, c.what.threads, c.median_us, c.fast_us, c.gbps());
         for (const auto& [name, ratio] : c.ratios) std::printf("  %.2fx %s", ratio, name.c_str());
         if (c.error >= 0) std::printf("  error %.1e", c.error);
         std::printf("\n");

@@ -45,7 +45,7 @@ struct Contender {
     std::function<void(int64_t round)> run;
     std::function<void(int64_t round)> prepare;  // not timed; may be empty
     std::vector<double> times;
-    double median_us = 0, error = -1;
+    double median_us = 0, fast_us = 0, error = -1;  // fast_us: a tenth of the calls took less
     std::map<std::string, double> ratios;  // name -> how many times faster than that
 
     double gbps() const { return bytes / median_us / 1e3; }

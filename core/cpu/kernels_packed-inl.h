@@ -265,9 +265,9 @@ HWY_INLINE void ScoreCodes(const CodeLines<kBits>& lines, int token, const int32
         }
     }
     const DF d;
-    for (int r = 0; r < R; ++r) {
+    HWY_UNROLL(4) for (int r = 0; r < R; ++r) {
         const VF vstep = hn::Set(d, step[r]), vbias = hn::Set(d, bias[r]);
-        for (int v = 0; v < V; ++v) {
+        HWY_UNROLL(2) for (int v = 0; v < V; ++v) {
             hn::StoreU(hn::MulAdd(Joined<kVnni>(acc[v][r]), vstep, vbias), d, s + r * kPageTokens + token + v * N);
         }
     }
@@ -440,9 +440,9 @@ HWY_INLINE void MixCodes(const CodeLines<kBits>& lines, int channel, int first, 
         }
     }
     const DF d;
-    for (int r = 0; r < R; ++r) {
+    HWY_UNROLL(4) for (int r = 0; r < R; ++r) {
         const VF vstep = hn::Set(d, step[r]);
-        for (int v = 0; v < V; ++v) {
+        HWY_UNROLL(2) for (int v = 0; v < V; ++v) {
             float* to = acc[r] + channel + v * N;
             hn::StoreU(hn::MulAdd(Joined<kVnni>(sum[v][r]), vstep, hn::LoadU(d, to)), d, to);
         }

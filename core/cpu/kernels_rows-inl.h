@@ -40,7 +40,7 @@ HWY_INLINE void ScoreTile(const uint8_t* const* rows, int dim, const float* HWY_
             HWY_UNROLL(4) for (int i = 0; i < kScoreTokens; ++i) acc[r][i] = hn::MulAdd(x[i], y, acc[r][i]);
         }
     }
-    for (int r = 0; r < R; ++r) {
+    HWY_UNROLL(4) for (int r = 0; r < R; ++r) {
         float* to = s + r * kPageTokens;
         if (tokens == kScoreTokens) {
             Reduce4(AddLanes(), acc[r][0], acc[r][1], acc[r][2], acc[r][3], to);
