@@ -21,6 +21,7 @@
 #include "cpu/simd.h"
 #include "cpu/storage.h"
 #include "cpu/thread_pool.h"
+#include "cpu/write_kernels.h"
 #include "format/error.h"
 
 namespace kivi::cpu {
@@ -273,13 +274,12 @@ kivi_device_info query(int32_t) {
 }
 
 PathInfo path(const Model& model, const kivi_layer& layer) {
-    PathInfo info;
-    if (!model.reference) info = attend_path(layer, model.window_dtype);
     if (model.reference) {
-        info.attend_path = KIVI_PATH_REFERENCE;
-        info.reason = "the config asks for the reference backend";
+        return {KIVI_PATH_REFERENCE, KIVI_PATH_REFERENCE, "the config asks for the reference backend"};
     }
-    info.pack_path = KIVI_PATH_REFERENCE;
+    PathInfo info = attend_path(layer, model.window_dtype);
+    const bool fast = suits_write_kernels(layer.key_dim) && suits_write_kernels(layer.value_dim);
+    info.pack_path = fast ? KIVI_PATH_FAST : KIVI_PATH_GENERAL;
     return info;
 }
 
