@@ -14,7 +14,6 @@
 
 #include "cpu/dequantize.h"
 #include "cpu/kernels.h"
-#include "cpu/rows.h"
 #include "cpu/reference_attend.h"
 #include "format/hadamard.h"
 
@@ -32,6 +31,15 @@ constexpr float kLn2 = 0.69314718f;
 int padded(int dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 bool rotated(const TensorStore& store) { return store.spec.transform == KIVI_TRANSFORM_HADAMARD; }
+
+// x <- H x; a row of a dim that the kernels do not take goes the plain way.
+void rotate(float* x, int dim, const Kernels& kernels) {
+    if (dim % kLanes == 0) {
+        kernels.hadamard(x, dim);
+    } else {
+        hadamard(x, dim);
+    }
+}
 
 // How attend reads the packed part of a tensor.
 enum class Reader { rows, packed, decoded };
@@ -248,20 +256,10 @@ class Item {
             for (int c = keys.dim; c < plan_.key_dim; ++c) q[c] = 0;
             float* turned = scratch_.q + r * plan_.key_dim;
             std::memcpy(turned, q, sizeof(float) * plan_.key_dim);
-            if (rotated(keys)) transform(turned, keys.dim, plan_.kernels);
+            if (rotated(keys)) rotate(turned, keys.dim, plan_.kernels);
         }
     }
 
-  public:
-    static void transform(float* x, int dim, const Kernels& kernels) {
-        if (dim % kLanes == 0) {
-            kernels.hadamard(x, dim);
-        } else {
-            hadamard(x, dim);
-        }
-    }
-
-  private:
     int plan_visits(int64_t begin, int64_t end, Visit* visits) {
         int count = 0, ranges = 0;
         while (begin < end && count < kMaxVisits) {
@@ -470,7 +468,7 @@ void finish(const Plan& plan, const AttendCall& call, const Row& row, int64_t to
     float* out = part + kLanes;
     const float* fresh = out + plan.value_dim;
     for (int c = 0; c < values.dim; ++c) out[c] *= weight;
-    if (rotated(values)) Item::transform(out, values.dim, plan.kernels);
+    if (rotated(values)) rotate(out, values.dim, plan.kernels);
     if (call.v) {
         for (int c = 0; c < values.dim; ++c) out[c] += weight * fresh[c];
     }
