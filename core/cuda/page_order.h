@@ -1,18 +1,21 @@
 // Where codes and parameters stand inside one tensor's part of a page on the GPU: pure functions of both sides.
 //
 // canonical   the order of export (format/layout.h): serves every spec
+// fragment    the order of tensor core operands (fragment_order.h): where decode.h has a kernel
 //
 // Packers write through an order's `write`: the codes of some tokens are cut into pieces that belong to these
 // tokens alone (words, or bytes where a row ends inside a word), and any thread can write any piece.
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
+#include "cuda/fragment_order.h"
 #include "format/layout.h"
 #include "format/quantize.h"
 
 namespace kivi::cuda {
 
-enum class Order : int32_t { canonical = 0 };
+enum class Order : int32_t { canonical = 0, fragment = 1 };
 
 struct PageOrder {
     Order order = Order::canonical;
@@ -20,10 +23,8 @@ struct PageOrder {
     kivi_spec spec{};
 };
 
-// Which order a tensor's pages have is decided here alone.
-inline PageOrder page_order(const kivi_spec& spec, int32_t dim) { return {Order::canonical, dim, spec}; }
-// Changes with the bytes of any order above; 0 is the canonical order of blobs.
-constexpr uint64_t kLayoutVersion = 0;
+// Changes with the bytes of the fragment order; 0 is the canonical order of blobs.
+constexpr uint64_t kFragmentVersion = 1;
 
 KIVI_HOST_DEVICE inline int param_bytes(const kivi_spec& spec) { return spec.param_dtype == KIVI_F32 ? 4 : 2; }
 
@@ -41,13 +42,14 @@ KIVI_HOST_DEVICE inline uint32_t stream_bits(int first, int count, const Code& c
     return word;
 }
 
-template <class Code>
-KIVI_HOST_DEVICE inline uint32_t stream_bits(int bits, int first, int count, const Code& code) {
+// Calls visit with the number of bits as a constant.
+template <class Visit>
+KIVI_HOST_DEVICE inline void with_bits(int bits, const Visit& visit) {
     switch (bits) {
-        case 2: return stream_bits<2>(first, count, code);
-        case 3: return stream_bits<3>(first, count, code);
-        case 4: return stream_bits<4>(first, count, code);
-        default: return stream_bits<8>(first, count, code);
+        case 2: return visit(std::integral_constant<int, 2>{});
+        case 3: return visit(std::integral_constant<int, 3>{});
+        case 4: return visit(std::integral_constant<int, 4>{});
+        default: return visit(std::integral_constant<int, 8>{});
     }
 }
 
@@ -60,29 +62,23 @@ struct CanonicalOrder {
     }
 
     // Piece i of the tokens first .. of a page; code(t, c) is that of token first + t, channel c.
-    template <class Code>
+    template <int BITS, class Code>
     KIVI_HOST_DEVICE static void write(const PageOrder& order, uint8_t* part, int first, int i, const Code& code) {
-        const int bits = order.spec.bits;
         if (order.spec.axis == KIVI_AXIS_CHANNEL) {
-            // A slab holds `bits` words of every channel's stream.
-            const int channel = i / bits, word = i % bits;
-            const CanonicalPlace place = canonical_place(order.spec, order.dim, first, channel);
+            // A slab of 32 tokens holds BITS words of every channel's stream; a group is one or more slabs.
+            const int channel = i / BITS, word = i % BITS, slabs = order.spec.group / kSlabTokens;
+            const int slab = first / kSlabTokens;
+            const int at = ((slab / slabs * order.dim + channel) * slabs + slab % slabs) * BITS + word;
             const auto of_token = [&](int t) { return code(t, channel); };
-            *reinterpret_cast<uint32_t*>(part + place.stream + place.index * bits / 8 + 4 * word) =
-                stream_bits(bits, 32 * word, 32, of_token);
-            return;
-        }
-        const int row_bits = order.dim * bits;
-        if (words(order)) {
-            const int a_row = row_bits / 32, token = i / a_row, word = i % a_row;
+            reinterpret_cast<uint32_t*>(part)[at] = stream_bits<BITS>(32 * word, 32, of_token);
+        } else if (words(order)) {
+            const int a_row = order.dim * BITS / 32, token = i / a_row, word = i % a_row;
             const auto of_channel = [&](int c) { return code(token, c); };
-            *reinterpret_cast<uint32_t*>(part + static_cast<int64_t>(first + token) * (row_bits / 8) + 4 * word) =
-                stream_bits(bits, 32 * word, 32, of_channel);
+            reinterpret_cast<uint32_t*>(part)[first * a_row + i] = stream_bits<BITS>(32 * word, 32, of_channel);
         } else {
-            const int a_row = row_bits / 8, token = i / a_row, byte = i % a_row;
+            const int a_row = order.dim * BITS / 8, token = i / a_row, byte = i % a_row;
             const auto of_channel = [&](int c) { return code(token, c); };
-            part[static_cast<int64_t>(first + token) * a_row + byte] =
-                static_cast<uint8_t>(stream_bits(bits, 8 * byte, 8, of_channel));
+            part[first * a_row + i] = static_cast<uint8_t>(stream_bits<BITS>(8 * byte, 8, of_channel));
         }
     }
 
@@ -106,10 +102,12 @@ struct CanonicalOrder {
     }
 };
 
+using FragmentOrder = FragmentOrderOf<PageOrder>;
+
 // Calls visit with the order's functions, whichever it is.
 template <class Visit>
-KIVI_HOST_DEVICE inline auto with_order(const PageOrder&, const Visit& visit) {
-    return visit(CanonicalOrder{});
+KIVI_HOST_DEVICE inline auto with_order(const PageOrder& order, const Visit& visit) {
+    return order.order == Order::fragment ? visit(FragmentOrder{}) : visit(CanonicalOrder{});
 }
 
 }  // namespace kivi::cuda

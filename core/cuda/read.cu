@@ -104,9 +104,11 @@ __device__ void export_groups(const TensorStore& store, const uint8_t* part, int
                                 : 0;
         };
         uint8_t* const stream = to + canonical_place(spec, store.dim, token, channel).stream;
-        for (int byte = 0; byte < group_code_bytes(spec, elements); ++byte) {
-            stream[byte] = static_cast<uint8_t>(stream_bits(spec.bits, 8 * byte, 8, code));
-        }
+        with_bits(spec.bits, [&](auto bits) {
+            for (int byte = 0; byte < group_code_bytes(spec, elements); ++byte) {
+                stream[byte] = static_cast<uint8_t>(stream_bits<decltype(bits)::value>(8 * byte, 8, code));
+            }
+        });
         const uint8_t* const scale = part + Order::scale(store.order, token, channel);
         const uint8_t* const min = part + Order::min(store.order, token, channel);
         for (int i = 0; i < size; ++i) {
@@ -127,7 +129,11 @@ __device__ void import_groups(const TensorStore& store, uint8_t* part, int token
             return get_code(from + place.stream, spec.bits, place.index);
         };
         const int pieces = Order::pieces(store.order, min(kSlabTokens, tokens - first));
-        for (int i = threadIdx.x; i < pieces; i += blockDim.x) Order::write(store.order, part, first, i, code);
+        with_bits(spec.bits, [&](auto bits) {
+            for (int i = threadIdx.x; i < pieces; i += blockDim.x) {
+                Order::template write<decltype(bits)::value>(store.order, part, first, i, code);
+            }
+        });
     }
     for (int64_t group = threadIdx.x; group < at.groups; group += blockDim.x) {
         int token, channel;

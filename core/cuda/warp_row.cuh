@@ -54,20 +54,44 @@ struct WarpRow {
         }
     }
 
+    // Elements as they stand in memory: fetched first, for several rows, so that their loads overlap.
+    struct Raw {
+        uint4 words[STRIPES];
+    };
+
     // From element `at` of an array of any alignment.
-    __device__ void load(const void* data, int32_t dtype, int64_t at, int dim) {
-        clear();
+    static __device__ Raw fetch(const void* data, int32_t dtype, int64_t at, int dim) {
+        Raw raw;
         const char* const row = static_cast<const char*>(data) + at * static_cast<int64_t>(dtype_bytes(dtype));
         const bool wide = reinterpret_cast<uintptr_t>(row) % (kLaneChannels * dtype_bytes(dtype)) == 0;
-        for_each(dim, [&](int j, int c) {
-            if (!wide) {
 #pragma unroll
-                for (int i = 0; i < kLaneChannels; ++i) x[j][i] = load_element(row, dtype, c + i);
-            } else if (dtype == KIVI_F32) {
-                const float4 word = *reinterpret_cast<const float4*>(row + c * 4);
-                x[j][0] = word.x, x[j][1] = word.y, x[j][2] = word.z, x[j][3] = word.w;
+        for (int j = 0; j < STRIPES; ++j) {
+            raw.words[j] = make_uint4(0, 0, 0, 0);
+            const int c = channel(j);
+            if (c >= dim) continue;
+            if (dtype == KIVI_F32) {
+                const uint32_t* const words = reinterpret_cast<const uint32_t*>(row) + c;
+                raw.words[j] = wide ? *reinterpret_cast<const uint4*>(words)
+                                    : make_uint4(words[0], words[1], words[2], words[3]);
             } else {
-                const uint2 word = *reinterpret_cast<const uint2*>(row + c * 2);
+                const uint16_t* const halfs = reinterpret_cast<const uint16_t*>(row) + c;
+                const uint2 pair = wide ? *reinterpret_cast<const uint2*>(halfs)
+                                        : make_uint2(halfs[0] | static_cast<uint32_t>(halfs[1]) << 16,
+                                                     halfs[2] | static_cast<uint32_t>(halfs[3]) << 16);
+                raw.words[j].x = pair.x, raw.words[j].y = pair.y;
+            }
+        }
+        return raw;
+    }
+
+    __device__ void set(const Raw& raw, int32_t dtype) {
+#pragma unroll
+        for (int j = 0; j < STRIPES; ++j) {
+            const uint4 word = raw.words[j];
+            if (dtype == KIVI_F32) {
+                x[j][0] = __uint_as_float(word.x), x[j][1] = __uint_as_float(word.y);
+                x[j][2] = __uint_as_float(word.z), x[j][3] = __uint_as_float(word.w);
+            } else {
                 const uint16_t half[kLaneChannels] = {
                     static_cast<uint16_t>(word.x), static_cast<uint16_t>(word.x >> 16),
                     static_cast<uint16_t>(word.y), static_cast<uint16_t>(word.y >> 16)};
@@ -76,8 +100,10 @@ struct WarpRow {
                     x[j][i] = dtype == KIVI_F16 ? f16_to_f32(half[i]) : bf16_to_f32(half[i]);
                 }
             }
-        });
+        }
     }
+
+    __device__ void load(const void* data, int32_t dtype, int64_t at, int dim) { set(fetch(data, dtype, at, dim), dtype); }
 
     // To element `at` of an array of any alignment; rounds, and writes the one NaN.
     __device__ void store(void* data, int32_t dtype, int64_t at, int dim) const {

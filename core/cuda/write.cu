@@ -5,8 +5,8 @@
 //                             |-- 1: packed from ring and new rows ----|-- 2: stored --|
 //
 // Slots of the ring are reused by 2, so 1 comes first: in one block one after the other (few tokens: one
-// launch), or in two launches, the first spread over page units (prompts). The last block of a row to finish
-// moves the sequence's state on; until then every block sees the state before and comes to the same decision.
+// launch), or in two launches, the first spread over page units (prompts). The last block of a row to have read
+// the sequence's state moves it on; until then every block sees the state before and comes to the same decision.
 //
 // Compiled without contraction: every code is that of core/format.
 #include <cuda_runtime.h>
@@ -128,16 +128,20 @@ class HeadWriter {
         }
     }
 
-    // Rows that end in the windows.
-    __device__ void store(int first_row, int row_step) {
-        const int64_t begin = step_.before.length, end = step_.after.length;
-        const int64_t sink = store_.windows.sink;
+    // Rows that end in the windows: of the new ones those before `sink`, and those from the tail's begin on. Warps of
+    // several blocks share them.
+    __device__ void store(int first_warp, int warps) {
+        const int64_t begin = step_.before.length, end = step_.after.length, sink = store_.windows.sink;
         const int64_t tail = max(begin, tail_begin(store_.windows, step_.after, store_.part));
 #pragma unroll 1
-        for (int64_t position = begin + first_row; position < end; position += row_step) {
-            if (position >= sink && position < tail) continue;
+        for (int64_t position = begin + first_warp; position < end; position += warps) {
+            if (position >= sink && position < tail) {  // packed: on to the first of this warp that is not
+                position += (tail - position - 1) / warps * warps;
+                continue;
+            }
             WarpRow<STRIPES> x;
-            take(position, x, true);
+            x.set(fetch(position), input_.dtype);
+            if (round_row(x, dim_, store_.rotated(), store_.window_dtype)) ++saturated_;
             x.store(store_.window_row(row_.sequence, head_, position), store_.window_dtype, 0, dim_);
         }
     }
@@ -147,31 +151,53 @@ class HeadWriter {
     }
 
   private:
-    // The stored row of a position, by one warp. A row is counted once: where it first is taken.
-    __device__ void take(int64_t position, WarpRow<STRIPES>& x, bool counted) {
-        const int64_t fresh = position - step_.before.length;
-        if (fresh < 0) {
-            x.load(store_.tail_row(row_.sequence, head_, position), store_.window_dtype, 0, dim_);
-        } else {
-            x.load(input_.data, input_.dtype, begin_ + fresh * input_.token_stride, dim_);
-            if (round_row(x, dim_, store_.rotated(), store_.window_dtype) && counted) ++saturated_;
+    // Calls use(t, x) for the stored rows of positions position + t, t those of this warp below `count`. Rows are
+    // fetched several at a time, so that their latencies overlap. New ones are counted where they saturate and
+    // `counted` says so.
+    template <class Use>
+    __device__ void for_each_row(int64_t position, int count, bool counted, const Use& use) {
+        using Raw = typename WarpRow<STRIPES>::Raw;
+        constexpr int kFetched = STRIPES == 1 ? 8 : STRIPES == 2 ? 4 : 2;
+#pragma unroll 1
+        for (int begin = threadIdx.x / kWarp; begin < count; begin += kFetched * kWarps) {
+            Raw raw[kFetched];
+#pragma unroll
+            for (int i = 0; i < kFetched; ++i) {
+                const int t = begin + i * kWarps;
+                if (t < count) raw[i] = fetch(position + t);
+            }
+#pragma unroll 1
+            for (int t = begin; t < count && t < begin + kFetched * kWarps; t += kWarps) {
+                const bool fresh = position + t >= step_.before.length;
+                WarpRow<STRIPES> x;
+                x.set(raw[0], fresh ? input_.dtype : store_.window_dtype);
+                if (fresh && round_row(x, dim_, store_.rotated(), store_.window_dtype) && counted) ++saturated_;
+                use(t, x);
+#pragma unroll
+                for (int i = 1; i < kFetched; ++i) raw[i - 1] = raw[i];  // registers have no running index
+            }
         }
+    }
+
+    __device__ typename WarpRow<STRIPES>::Raw fetch(int64_t position) const {
+        const int64_t fresh = position - step_.before.length;
+        const bool ring = fresh < 0;
+        const void* const from = ring ? store_.tail_row(row_.sequence, head_, position) : input_.data;
+        return WarpRow<STRIPES>::fetch(from, ring ? store_.window_dtype : input_.dtype,
+                                       ring ? 0 : begin_ + fresh * input_.token_stride, dim_);
     }
 
     // ---- Token axis: one warp a token, parameters by shuffles. 16 bits: a page holds rows as windows do ----
 
     __device__ void pack_tokens(int64_t position, int first, int count, uint8_t* part) {
         const bool plain = store_.spec().bits == 16;
-#pragma unroll 1
-        for (int t = threadIdx.x / kWarp; t < count; t += kWarps) {
-            WarpRow<STRIPES> x;
-            take(position + t, x, true);
+        for_each_row(position, count, true, [&](int t, const WarpRow<STRIPES>& x) {
             if (plain) {
                 x.store(part + (first + t) * store_.row_bytes(), store_.window_dtype, 0, dim_);
             } else {
                 pack_token(x, first + t, part, shared_.codes + t * dim_);
             }
-        }
+        });
         if (plain) return;
         __syncthreads();
         write_codes(first, count, part);
@@ -288,10 +314,7 @@ class HeadWriter {
 
     __device__ void load_slab(int64_t position, bool counted) {
         const uint16_t* const place = query_aware_ ? layer_.feedback.place + head_ * dim_ : nullptr;
-#pragma unroll 1
-        for (int t = threadIdx.x / kWarp; t < kSlabTokens; t += kWarps) {
-            WarpRow<STRIPES> x;
-            take(position + t, x, counted);
+        for_each_row(position, kSlabTokens, counted, [&](int t, const WarpRow<STRIPES>& x) {
             float* const row = shared_.rows + t * shared_.stride;
             x.for_each(dim_, [&](int j, int c) {
                 if (query_aware_) {
@@ -301,7 +324,7 @@ class HeadWriter {
                     *reinterpret_cast<float4*>(row + c) = make_float4(x.x[j][0], x.x[j][1], x.x[j][2], x.x[j][3]);
                 }
             });
-        }
+        });
         __syncthreads();
     }
 
@@ -316,41 +339,73 @@ class HeadWriter {
         }
     }
 
-    // format/feedback.h: one thread a token, channels in coding order, panel by panel. Finished channels leave
-    // their error in place of their value.
+    // format/feedback.h: lane t has token t; panels of eight channels, in coding order, go round the warps.
+    //
+    //   panel p:  its warp codes it, channel by channel, and leaves errors in place of values
+    //             then every warp brings the errors into its own later panels
+    //
+    // A warp codes its next panel as soon as that one is complete. Every value sees the errors in coding order.
     __device__ void encode_query_aware() {
-        const int t = threadIdx.x;
-        if (t >= kSlabTokens) return;
-        const int bits = store_.spec().bits;
-        float* const row = shared_.rows + t * shared_.stride;
-        const float* const head_weights = layer_.feedback.weights + head_ * panel_floats(dim_);
-        const uint16_t* const order = layer_.feedback.order + head_ * dim_;
-        for (int panel = 0; panel < dim_ / kPanel; ++panel) {
-            const float4* weights = reinterpret_cast<const float4*>(head_weights + panel_begin(panel));
-            const int begin = panel * kPanel;
-            float y[kPanel];
+        const int panels = dim_ / kPanel, warp = threadIdx.x / kWarp;
+        float* const row = shared_.rows + lane() * shared_.stride;
+        if (warp == 0) encode_panel(0, row);
+#pragma unroll 1
+        for (int panel = 0; panel + 1 < panels; ++panel) {
+            __syncthreads();
+            float error[kPanel];
 #pragma unroll
-            for (int i = 0; i < kPanel; ++i) y[i] = row[begin + i];
-            for (int j = 0; j < begin; ++j, weights += 2) {
-                const float error = -row[j];
-                const float4 a = __ldg(weights), b = __ldg(weights + 1);
-                y[0] = __fmaf_rn(error, a.x, y[0]), y[1] = __fmaf_rn(error, a.y, y[1]);
-                y[2] = __fmaf_rn(error, a.z, y[2]), y[3] = __fmaf_rn(error, a.w, y[3]);
-                y[4] = __fmaf_rn(error, b.x, y[4]), y[5] = __fmaf_rn(error, b.y, y[5]);
-                y[6] = __fmaf_rn(error, b.z, y[6]), y[7] = __fmaf_rn(error, b.w, y[7]);
+            for (int j = 0; j < kPanel; ++j) error[j] = -row[panel * kPanel + j];
+            const int next = panel + 1;
+            // The panels of this warp after `panel`: next, if it is one, first.
+#pragma unroll 1
+            for (int later = next + (warp - next % kWarps + kWarps) % kWarps; later < panels; later += kWarps) {
+                add_errors(error, panel, later, row);
+                if (later == next) encode_panel(next, row);
             }
-            const float* const own = reinterpret_cast<const float*>(weights);
+        }
+    }
+
+    __device__ const float4* weights_of(int panel, int j) const {
+        return reinterpret_cast<const float4*>(layer_.feedback.weights + head_ * panel_floats(dim_) +
+                                               panel_begin(panel)) + 2 * j;
+    }
+
+    // y_c = fma(-e_j, W_jc, y_c) for the channels c of panel `later` and the j of panel `panel`.
+    __device__ void add_errors(const float* error, int panel, int later, float* row) const {
+        float* const to = row + later * kPanel;
+        float y[kPanel];
 #pragma unroll
-            for (int j = 0; j < kPanel; ++j) {
-                const Coder coder = shared_.coders[begin + j];
-                const int code = encode_fast(y[j], coder, bits);
-                shared_.codes[t * dim_ + order[begin + j]] = static_cast<uint8_t>(code);
-                // A damaged group passes nothing on.
-                const float error = coder.scale == coder.scale ? y[j] - decode(code, {coder.scale, coder.min}) : 0.0f;
-                row[begin + j] = error;
+        for (int i = 0; i < kPanel; ++i) y[i] = to[i];
+        const float4* const weights = weights_of(later, panel * kPanel);
 #pragma unroll
-                for (int i = j + 1; i < kPanel; ++i) y[i] = __fmaf_rn(-error, __ldg(own + j * kPanel + i), y[i]);
-            }
+        for (int j = 0; j < kPanel; ++j) {
+            const float4 a = __ldg(weights + 2 * j), b = __ldg(weights + 2 * j + 1);
+            y[0] = __fmaf_rn(error[j], a.x, y[0]), y[1] = __fmaf_rn(error[j], a.y, y[1]);
+            y[2] = __fmaf_rn(error[j], a.z, y[2]), y[3] = __fmaf_rn(error[j], a.w, y[3]);
+            y[4] = __fmaf_rn(error[j], b.x, y[4]), y[5] = __fmaf_rn(error[j], b.y, y[5]);
+            y[6] = __fmaf_rn(error[j], b.z, y[6]), y[7] = __fmaf_rn(error[j], b.w, y[7]);
+        }
+#pragma unroll
+        for (int i = 0; i < kPanel; ++i) to[i] = y[i];
+    }
+
+    __device__ void encode_panel(int panel, float* row) const {
+        const int bits = store_.spec().bits, begin = panel * kPanel;
+        const uint16_t* const order = layer_.feedback.order + head_ * dim_ + begin;
+        const float* const weights = reinterpret_cast<const float*>(weights_of(panel, begin));
+        float y[kPanel];
+#pragma unroll
+        for (int i = 0; i < kPanel; ++i) y[i] = row[begin + i];
+#pragma unroll
+        for (int j = 0; j < kPanel; ++j) {
+            const Coder coder = shared_.coders[begin + j];
+            const int code = encode_fast(y[j], coder, bits);
+            shared_.codes[lane() * dim_ + order[j]] = static_cast<uint8_t>(code);
+            // A damaged group passes nothing on.
+            const float error = coder.scale == coder.scale ? y[j] - decode(code, {coder.scale, coder.min}) : 0.0f;
+            row[begin + j] = error;
+#pragma unroll
+            for (int i = j + 1; i < kPanel; ++i) y[i] = __fmaf_rn(-error, __ldg(weights + j * kPanel + i), y[i]);
         }
     }
 
@@ -365,8 +420,12 @@ class HeadWriter {
         const uint8_t* const codes = shared_.codes;
         const int dim = dim_;
         const auto code = [=](int t, int c) { return codes[t * dim + c]; };
-        const int pieces = Order::pieces(store_.order, count);
-        for (int i = threadIdx.x; i < pieces; i += kThreads) Order::write(store_.order, part, first, i, code);
+        with_bits(store_.spec().bits, [&](auto bits) {
+            const int pieces = Order::pieces(store_.order, count);
+            for (int i = threadIdx.x; i < pieces; i += kThreads) {
+                Order::template write<decltype(bits)::value>(store_.order, part, first, i, code);
+            }
+        });
     }
 
     const Layer& layer_;
@@ -392,6 +451,18 @@ __global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__
         if (threadIdx.x == 0) args.layer.full[row.sequence] = 1;
         return;
     }
+    // The last block that has seen the state before moves it on, while all are still at work: nobody else reads it
+    // in this launch.
+    if (STAGE != Stage::pack) {
+        __syncthreads();
+        if (threadIdx.x == kThreads - 1) {
+            uint32_t* const arrivals = args.layer.arrivals + row.sequence;
+            if (atomicAdd(arrivals, 1) + 1 == gridDim.x * gridDim.y) {
+                *arrivals = 0;
+                args.layer.spans[row.sequence] = step.after;
+            }
+        }
+    }
     const int heads = args.layer.key.heads;
     const int head = blockIdx.y % heads;
     const bool key = blockIdx.y < heads;
@@ -403,15 +474,6 @@ __global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__
         if (STAGE != Stage::pack) writer.store(blockIdx.x * kWarps + threadIdx.x / kWarp, gridDim.x * kWarps);
         writer.count_saturated();
     });
-    if (STAGE == Stage::pack) return;
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    __threadfence();
-    uint32_t* const arrivals = args.layer.arrivals + row.sequence;
-    if (atomicAdd(arrivals, 1) + 1 == gridDim.x * gridDim.y) {
-        *arrivals = 0;
-        args.layer.spans[row.sequence] = step.after;
-    }
 }
 
 // From so many new tokens a row on, packing is spread over units.
