@@ -1,23 +1,19 @@
 // Writing and checking sequence blobs. Offsets in comments are those of FORMAT.md.
 #include "cache/blob.h"
 
-#include <cstring>
-
+#include "cache/blob_frame.h"
 #include "cache/bytes.h"
 #include "cache/refuse.h"
-#include "format/checksum.h"
 
 namespace kivi {
 namespace {
 
-constexpr uint8_t kMagic[8] = {'K', 'I', 'V', 'I', 'S', 'E', 'Q', 0};
-constexpr uint32_t kVersion = 1;
-constexpr uint32_t kByteOrder = 0x01020304;
-constexpr size_t kHeaderBytes = 96, kRecordBytes = 128, kCrcBytes = 4;
+constexpr BlobKind kKind{"the blob", {'K', 'I', 'V', 'I', 'S', 'E', 'Q', 0}, 1, 96};
+constexpr size_t kRecordBytes = 128;
 
 template <class... Parts>
 [[noreturn]] void corrupt(const Parts&... parts) {
-    refuse(KIVI_ERROR_CORRUPT, "the blob is damaged: ", parts...);
+    refuse_corrupt(kKind, parts...);
 }
 
 // One number of the blob beside that of the cache.
@@ -85,8 +81,7 @@ void check_params(const kivi_spec& spec, const GroupShape& shape, const BlobPiec
                                      : sound_f16(scale.get<uint16_t>(), min.get<uint16_t>());
         if (!sound)
             corrupt("scale or min of a group of positions ", piece.begin, " to ", piece.end - 1,
-                    " is not a "
-                    "finite number");
+                    " is not a finite number");
     }
 }
 
@@ -117,7 +112,7 @@ std::vector<size_t> blob_offsets(const Model& model, const std::vector<Span>& sp
     const auto layers = static_cast<int32_t>(model.layers.size());
     std::vector<size_t> offsets;
     offsets.reserve(layers + 1);
-    size_t at = kHeaderBytes + layers * kRecordBytes;
+    size_t at = kKind.header_bytes + layers * kRecordBytes;
     for (int32_t layer = 0; layer < layers; layer++) {
         offsets.push_back(at);
         at += payload_bytes(model, layer, spans[layer]);
@@ -127,7 +122,7 @@ std::vector<size_t> blob_offsets(const Model& model, const std::vector<Span>& sp
 }
 
 size_t blob_bytes(const Model& model, const std::vector<Span>& spans) {
-    return blob_offsets(model, spans).back() + kCrcBytes;
+    return blob_offsets(model, spans).back() + kBlobCrcBytes;
 }
 
 void write_blob_head(const Model& model, const std::vector<Span>& spans,
@@ -137,11 +132,7 @@ void write_blob_head(const Model& model, const std::vector<Span>& spans,
     int64_t length = 0;
     for (const Span& span : spans) length = std::max(length, span.length);
 
-    ByteWriter to(blob);
-    to.put_bytes(kMagic, sizeof kMagic);
-    to.put(kVersion);
-    to.put(kByteOrder);
-    to.put(static_cast<uint64_t>(offsets.back() + kCrcBytes));
+    ByteWriter to = begin_blob(kKind, blob, offsets.back() + kBlobCrcBytes);
     to.put(layout_id(model, 0));
     to.put(model.window_dtype);
     to.put(layers);
@@ -172,25 +163,9 @@ void write_blob_head(const Model& model, const std::vector<Span>& spans,
     }
 }
 
-void write_blob_crc(uint8_t* blob, size_t bytes) {
-    ByteWriter(blob + bytes - kCrcBytes).put(crc32(blob, bytes - kCrcBytes));
-}
-
 std::vector<Span> read_blob(const Model& model, const std::vector<EncoderMark>& marks, const uint8_t* blob,
                             size_t bytes) {
-    // Nothing is believed before the CRC holds.
-    if (bytes < kHeaderBytes + kCrcBytes) corrupt("it has ", bytes, " bytes, fewer than a header");
-    if (std::memcmp(blob, kMagic, sizeof kMagic) != 0) corrupt("it does not begin as a sequence blob does");
-    ByteReader from(blob + sizeof kMagic);
-    const auto version = from.get<uint32_t>();
-    if (from.get<uint32_t>() != kByteOrder) corrupt("its byte order mark is wrong");
-    const auto size = from.get<uint64_t>();
-    if (size != bytes) corrupt("it says that it has ", size, " bytes, and ", bytes, " were given");
-    if (ByteReader(blob + bytes - kCrcBytes).get<uint32_t>() != crc32(blob, bytes - kCrcBytes)) {
-        corrupt("its CRC does not fit its bytes");
-    }
-    match("format version", version, kVersion);
-
+    ByteReader from = open_blob(kKind, blob, bytes);
     const auto id = from.get<uint64_t>();
     const auto layers = static_cast<int32_t>(model.layers.size());
     match("window_dtype", from.get<int32_t>(), model.window_dtype);
@@ -203,7 +178,7 @@ std::vector<Span> read_blob(const Model& model, const std::vector<EncoderMark>& 
     bool reserved = from.get<uint32_t>() != 0;
     const auto length = from.get<int64_t>();
     reserved = from.get<uint64_t>() != 0 || reserved;
-    if (bytes < kHeaderBytes + layers * kRecordBytes + kCrcBytes) corrupt("its layer records are cut");
+    if (bytes < kKind.header_bytes + layers * kRecordBytes + kBlobCrcBytes) corrupt("its layer records are cut");
 
     std::vector<Span> spans(layers);
     std::vector<size_t> offsets(layers), sizes(layers);
@@ -229,9 +204,6 @@ std::vector<Span> read_blob(const Model& model, const std::vector<EncoderMark>& 
     // A blob that is sound and ours, unless somebody computed the CRC of nonsense.
     if (reserved) corrupt("reserved fields are not zero");
     if (length < 0 || static_cast<uint64_t>(length) > bytes) corrupt("its length is ", length);
-    if (length > model.max_tokens) {
-        refuse(KIVI_ERROR_CAPACITY, "the blob has ", length, " tokens; max_tokens is ", model.max_tokens);
-    }
     for (int32_t layer = 0; layer < layers; layer++) {
         if (!model.has(layer)) {
             if (spans[layer].key_border != 0 || spans[layer].value_border != 0 || offsets[layer] != 0 ||
@@ -249,7 +221,7 @@ std::vector<Span> read_blob(const Model& model, const std::vector<EncoderMark>& 
         }
     }
     const std::vector<size_t> expected = blob_offsets(model, spans);
-    if (expected.back() + kCrcBytes != bytes) corrupt("its payload has the wrong size");
+    if (expected.back() + kBlobCrcBytes != bytes) corrupt("its payload has the wrong size");
     for (int32_t layer = 0; layer < layers; layer++) {
         if (!model.has(layer)) continue;
         if (offsets[layer] != expected[layer] || sizes[layer] != expected[layer + 1] - expected[layer]) {

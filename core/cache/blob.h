@@ -58,9 +58,9 @@ void for_each_piece(const Model& model, int32_t layer, const Span& span, Visit&&
 size_t blob_bytes(const Model& model, const std::vector<Span>& spans);
 // Where the payload of each layer begins; one more entry for where the CRC stands.
 std::vector<size_t> blob_offsets(const Model& model, const std::vector<Span>& spans);
+// Everything but the payloads and the CRC.
 void write_blob_head(const Model& model, const std::vector<Span>& spans,
                      const std::vector<EncoderMark>& marks, uint8_t* blob);
-void write_blob_crc(uint8_t* blob, size_t bytes);
 
 // Checks a blob against the model as FORMAT.md lists it, capacity aside, and returns its spans. Throws
 // CORRUPT or MISMATCH.

@@ -9,6 +9,7 @@
 #include <new>
 #include <utility>
 
+#include "cache/blob_frame.h"
 #include "cache/moments.h"
 #include "cache/refuse.h"
 #include "format/half.h"
@@ -63,9 +64,8 @@ Cache::Cache(Model model, std::unique_ptr<Backend> backend, const kivi_memory& m
 // ---- Checks ----------------------------------------------------------------------------------------------
 
 const kivi_layer& Cache::layer(int32_t layer) const {
-    const auto count = static_cast<int32_t>(model_.layers.size());
-    if (layer < 0 || layer >= count) {
-        refuse_argument("layer is ", layer, "; it must be from 0 to ", count - 1);
+    if (layer < 0 || layer >= layer_count()) {
+        refuse_argument("layer is ", layer, "; it must be from 0 to ", layer_count() - 1);
     }
     if (!model_.has(layer)) refuse_argument("layer is ", layer, ", which keeps nothing here (kv_heads 0)");
     return model_.layers[layer];
@@ -378,9 +378,7 @@ void Cache::reserve_sequence(int32_t sequence, int64_t tokens, kivi_stream strea
     if (tokens > model_.max_tokens) {
         refuse(KIVI_ERROR_CAPACITY, "tokens is ", tokens, "; a sequence holds at most max_tokens, ", model_.max_tokens);
     }
-    Span full = after_append(model_.windows, Span{}, tokens);
-    if (model_.windows.schedule == KIVI_SCHEDULE_ROLLING) full = after_flush(model_.windows, full);
-    const int64_t blocks = blocks_of(model_.windows, full);
+    const int64_t blocks = most_blocks(model_.windows, tokens);
     check_blocks(blocks - table_.count(sequence));
     bind(sequence, blocks, stream);
 }
@@ -458,7 +456,7 @@ size_t Cache::export_sequence(int32_t sequence, void* buffer, size_t bytes, kivi
             at += piece.bytes;
         });
     }
-    write_blob_crc(blob, needed);
+    seal_blob(blob, needed);
     return needed;
 }
 
@@ -469,7 +467,13 @@ void Cache::import_sequence(int32_t sequence, const void* buffer, size_t bytes, 
     const std::vector<Span> spans = read_blob(model_, encoder_marks(), blob, bytes);
     const std::vector<size_t> offsets = blob_offsets(model_, spans);
     int64_t blocks = 0;
-    for (const Span& span : spans) blocks = std::max(blocks, blocks_of(model_.windows, span));
+    for (const Span& span : spans) {
+        if (span.length > model_.max_tokens) {
+            refuse(KIVI_ERROR_CAPACITY, "the blob has ", span.length, " tokens; max_tokens is ",
+                   model_.max_tokens);
+        }
+        blocks = std::max(blocks, blocks_of(model_.windows, span));
+    }
     check_blocks(blocks - table_.count(sequence));
 
     run([&] { backend_->synchronize(stream); });

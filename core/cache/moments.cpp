@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
+#include "cache/blob_frame.h"
 #include "cache/bytes.h"
 #include "cache/refuse.h"
 #include "format/checksum.h"
@@ -14,10 +14,7 @@
 namespace kivi {
 namespace {
 
-constexpr uint8_t kMagic[8] = {'K', 'I', 'V', 'I', 'M', 'O', 'M', 0};
-constexpr uint32_t kVersion = 1;
-constexpr uint32_t kByteOrder = 0x01020304;
-constexpr size_t kHeaderBytes = 48, kCrcBytes = 4;
+constexpr BlobKind kKind{"the moments blob", {'K', 'I', 'V', 'I', 'M', 'O', 'M', 0}, 1, 48};
 constexpr double kSymmetry = 1e-4;  // of the geometric mean of the two diagonal entries
 
 int64_t weight_count(int64_t dim) { return dim * (dim - 1) / 2; }
@@ -36,7 +33,7 @@ void transform_both_sides(std::vector<double>& matrix, int dim) {
 
 template <class... Parts>
 [[noreturn]] void corrupt(const Parts&... parts) {
-    refuse(KIVI_ERROR_CORRUPT, "the moments blob is damaged: ", parts...);
+    refuse_corrupt(kKind, parts...);
 }
 
 }  // namespace
@@ -109,18 +106,14 @@ uint32_t tables_crc(const std::vector<Feedback>& heads) {
 }
 
 size_t moments_blob_bytes(const kivi_layer& layer) {
-    return kHeaderBytes + layer.kv_heads * head_bytes(layer.key_dim) + kCrcBytes;
+    return kKind.header_bytes + layer.kv_heads * head_bytes(layer.key_dim) + kBlobCrcBytes;
 }
 
 void write_moments_blob(const kivi_layer& layer, int64_t queries, const std::vector<float>& means,
                         const std::vector<Feedback>& heads, uint8_t* blob) {
     const size_t size = static_cast<size_t>(layer.key_dim) * layer.key_dim;
     const size_t bytes = moments_blob_bytes(layer);
-    ByteWriter to(blob);
-    to.put_bytes(kMagic, sizeof kMagic);
-    to.put(kVersion);
-    to.put(kByteOrder);
-    to.put(static_cast<uint64_t>(bytes));
+    ByteWriter to = begin_blob(kKind, blob, bytes);
     to.put(layer.kv_heads);
     to.put(layer.key_dim);
     to.put(layer.k.transform);
@@ -131,20 +124,11 @@ void write_moments_blob(const kivi_layer& layer, int64_t queries, const std::vec
         to.put_bytes(heads[head].order.data(), layer.key_dim * sizeof(uint16_t));
         to.put_bytes(heads[head].weights.data(), weight_count(layer.key_dim) * sizeof(float));
     }
-    to.put(crc32(blob, bytes - kCrcBytes));
+    seal_blob(blob, bytes);
 }
 
 MomentTables read_moments_blob(const kivi_layer& layer, const uint8_t* blob, size_t bytes) {
-    if (bytes < kHeaderBytes + kCrcBytes) corrupt("it has ", bytes, " bytes, fewer than a header");
-    if (std::memcmp(blob, kMagic, sizeof kMagic) != 0) corrupt("it does not begin as a moments blob does");
-    ByteReader from(blob + sizeof kMagic);
-    const auto version = from.get<uint32_t>();
-    if (from.get<uint32_t>() != kByteOrder) corrupt("its byte order mark is wrong");
-    const auto size = from.get<uint64_t>();
-    if (size != bytes) corrupt("it says that it has ", size, " bytes, and ", bytes, " were given");
-    if (ByteReader(blob + bytes - kCrcBytes).get<uint32_t>() != crc32(blob, bytes - kCrcBytes)) {
-        corrupt("its CRC does not fit its bytes");
-    }
+    ByteReader from = open_blob(kKind, blob, bytes);
     const auto heads = from.get<int32_t>();
     const auto dim = from.get<int32_t>();
     const auto basis = from.get<int32_t>();
@@ -157,12 +141,12 @@ MomentTables read_moments_blob(const kivi_layer& layer, const uint8_t* blob, siz
                    layer_has);
         }
     };
-    match("format version", version, kVersion);
     match("basis (transform of the keys)", basis, layer.k.transform);
     match("key_dim", dim, layer.key_dim);
     if (heads != 1) match("kv_heads", heads, layer.kv_heads);
-    if (reserved || tables.queries < 0) corrupt("reserved fields are not zero");
-    if (bytes != kHeaderBytes + heads * head_bytes(dim) + kCrcBytes)
+    if (reserved) corrupt("reserved fields are not zero");
+    if (tables.queries < 0) corrupt("its number of query rows is ", tables.queries);
+    if (bytes != kKind.header_bytes + heads * head_bytes(dim) + kBlobCrcBytes)
         corrupt("its payload has the wrong size");
 
     const size_t matrix = static_cast<size_t>(dim) * dim;

@@ -66,9 +66,7 @@ double bits_per_element(const kivi_layer& layer, int32_t window_dtype) {
 }
 
 int64_t blocks_per_sequence(const Model& model) {
-    Span full = after_append(model.windows, Span{}, model.max_tokens);
-    if (model.windows.schedule == KIVI_SCHEDULE_ROLLING) full = after_flush(model.windows, full);
-    return blocks_of(model.windows, full);
+    return most_blocks(model.windows, model.max_tokens);
 }
 
 int64_t pool_blocks(const Model& model) {

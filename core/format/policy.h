@@ -80,4 +80,11 @@ KIVI_HOST_DEVICE inline int64_t blocks_of(const Windows& windows, const Span& sp
     return packed > 0 ? (packed + kPageTokens - 1) / kPageTokens : 0;
 }
 
+// Page blocks that a sequence of `length` tokens may come to occupy, by appends and flushes.
+KIVI_HOST_DEVICE inline int64_t most_blocks(const Windows& windows, int64_t length) {
+    Span full = after_append(windows, Span{}, length);
+    if (windows.schedule == KIVI_SCHEDULE_ROLLING) full = after_flush(windows, full);
+    return blocks_of(windows, full);
+}
+
 }  // namespace kivi

@@ -129,7 +129,7 @@ TEST_CASE("nonsense with a right CRC is corrupt or a mismatch, never believed") 
         {KIVI_ERROR_CORRUPT, patched(blob, 80, int64_t{-1})},          // length
         {KIVI_ERROR_CORRUPT, patched(blob, 80, int64_t{1} << 60)},
         {KIVI_ERROR_CORRUPT, patched(blob, 80, int64_t{41})},
-        {KIVI_ERROR_CAPACITY, patched(blob, 80, int64_t{601})},
+        {KIVI_ERROR_CORRUPT, patched(blob, 80, int64_t{601})},
         {KIVI_ERROR_CORRUPT, patched(blob, 88, uint64_t{5})},                // reserved
         {KIVI_ERROR_MISMATCH, patched(blob, record, int32_t{2})},            // kv_heads
         {KIVI_ERROR_MISMATCH, patched(blob, record + 16, int32_t{3})},       // bits of K
@@ -191,6 +191,9 @@ TEST_CASE("fault 97: blobs of another layout are a mismatch") {
     config.threads = 2;
     TestCache to(config);
     CHECK(import(to, 0, blob) == KIVI_OK);
+    config.max_tokens = 199;
+    TestCache shorter(config);
+    CHECK(import(shorter, 0, blob) == KIVI_ERROR_CAPACITY);
 }
 
 TEST_CASE("fault 119: an import that does not fit is refused, and the cache works on") {
