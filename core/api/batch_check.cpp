@@ -16,10 +16,11 @@ void check_array(const char* name, const T* array) {
 
 // Device arrays are not read: rows and max_count stand for them.
 Batch bounds_only(const kivi_batch& batch, Batch checked, int32_t max_sequences, BatchUse use) {
-    if (use == BatchUse::counts) refuse_argument("batch.device is 2 (CUDA); this call takes host arrays only");
+    if (use == BatchUse::counts)
+        refuse_argument("batch.device is 2 (CUDA); this call takes host arrays only");
     if (batch.rows > max_sequences) {
-        refuse_argument("batch.rows is ", batch.rows, "; with device arrays it must be at most max_sequences, ",
-                        max_sequences);
+        refuse_argument("batch.rows is ", batch.rows,
+                        "; with device arrays it must be at most max_sequences, ", max_sequences);
     }
     if (use == BatchUse::tokens && batch.max_count == 0 && batch.rows > 0) {
         refuse_argument("batch.max_count is 0; with device arrays it must bound the counts");

@@ -38,7 +38,8 @@ namespace {
 struct BuildInfo {
     char line[256];
     BuildInfo() {
-        std::snprintf(line, sizeof line, "libkivi %s, %s, %s", KIVI_VERSION_TEXT, KIVI_COMPILER, build_targets());
+        std::snprintf(line, sizeof line, "libkivi %s, %s, %s", KIVI_VERSION_TEXT, KIVI_COMPILER,
+                      build_targets());
     }
 };
 
@@ -352,7 +353,7 @@ kivi_status kivi_attend(const kivi_cache* handle, int32_t layer, const kivi_batc
         request.out = check_batch_tensor(out, {"out", shape.q_heads, shape.value_dim, true}, batch, place);
         if (from != nullptr) {
             const kivi_attend_params params = take_struct("params", from);
-            check_reserved("params.reserved", params.reserved);
+            check_reserved("params", params.reserved);
             request.scale = checked_finite("params.scale", params.scale);
             request.soft_cap = checked_soft_cap("params.soft_cap", params.soft_cap);
             request.window_left = checked_window_left("params.window_left", params.window_left);
@@ -362,7 +363,8 @@ kivi_status kivi_attend(const kivi_cache* handle, int32_t layer, const kivi_batc
                                 " is NULL; fresh keys and values come together");
             }
             if (params.k != nullptr) {
-                request.k = check_batch_tensor(params.k, {"params.k", shape.kv_heads, shape.key_dim}, batch, place);
+                request.k =
+                    check_batch_tensor(params.k, {"params.k", shape.kv_heads, shape.key_dim}, batch, place);
                 request.v =
                     check_batch_tensor(params.v, {"params.v", shape.kv_heads, shape.value_dim}, batch, place);
             }
@@ -371,8 +373,8 @@ kivi_status kivi_attend(const kivi_cache* handle, int32_t layer, const kivi_batc
                 request.learned_sinks = params.learned_sinks;
             }
             if (params.lse != nullptr) {
-                request.lse =
-                    check_batch_tensor(params.lse, {"params.lse", shape.q_heads, 0, true, KIVI_F32}, batch, place);
+                request.lse = check_batch_tensor(params.lse, {"params.lse", shape.q_heads, 0, true, KIVI_F32},
+                                                 batch, place);
             }
         }
         cache->attend(layer, batch, request, workspace, workspace_bytes, stream);
@@ -421,7 +423,8 @@ kivi_status kivi_dequantize(const kivi_cache* handle, int32_t layer, int32_t seq
             refuse_argument("end is ", end, "; it must be from ", begin, " to ", length);
         View keys, values;
         if (k) keys = check_tokens_tensor(k, {"k", shape.kv_heads, shape.key_dim, true}, end - begin, place);
-        if (v) values = check_tokens_tensor(v, {"v", shape.kv_heads, shape.value_dim, true}, end - begin, place);
+        if (v)
+            values = check_tokens_tensor(v, {"v", shape.kv_heads, shape.value_dim, true}, end - begin, place);
         const bool stored = checked_flags(flags, KIVI_STORED_BASIS) != 0;
         cache->dequantize(layer, sequence, begin, end, keys, values, stored, stream);
     });
@@ -477,9 +480,8 @@ kivi_status kivi_moments_set(kivi_cache* handle, int32_t layer, const kivi_tenso
         const ExclusiveUse cache(handle);
         const kivi_layer& shape = cache->query_aware_layer(layer);
         const Place place = place_of(cache->model());
-        const View moments =
-            check_tokens_tensor(m, {"m", shape.key_dim, shape.key_dim, false, KIVI_F32}, shape.kv_heads,
-                                place);
+        const View moments = check_tokens_tensor(m, {"m", shape.key_dim, shape.key_dim, false, KIVI_F32},
+                                                 shape.kv_heads, place);
         cache->set_moments(layer, moments, checked_flags(flags, KIVI_STORED_BASIS) != 0, stream);
     });
 }

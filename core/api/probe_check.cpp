@@ -11,6 +11,8 @@
 namespace kivi {
 namespace {
 
+constexpr int64_t kMostHeads = 65536;  // far beyond any model; the results are one struct a KV head
+
 void check_rank3(const char* name, const kivi_tensor& tensor) {
     check_tensor(&tensor, {name, 0, 1});
     if (tensor.rank != 3) refuse_argument(name, ".rank is ", tensor.rank, "; it must be 3");
@@ -18,20 +20,20 @@ void check_rank3(const char* name, const kivi_tensor& tensor) {
 
 // A head count read off a tensor.
 int32_t heads_of(const char* name, int64_t heads) {
-    if (heads < 1 || heads > 65536)
-        refuse_argument(name, ".shape[1] (heads) is ", heads, "; it must be from 1 to 65536");
+    if (heads < 1 || heads > kMostHeads)
+        refuse_argument(name, ".shape[1] (heads) is ", heads, "; it must be from 1 to ", kMostHeads);
     return static_cast<int32_t>(heads);
 }
 
 int32_t dim_of_tensor(const char* name, int64_t dim) {
-    if (dim < 0 || dim > 65536) refuse_argument(name, ".shape[2] (dim) is ", dim, "; it is too large");
+    if (dim > kMaxDim) refuse_argument(name, ".shape[2] (dim) is ", dim, "; it must be at most ", kMaxDim);
     return static_cast<int32_t>(dim);
 }
 
 }  // namespace
 
 ProbeCall check_probe(const kivi_probe_params& params) {
-    check_reserved("params.reserved", params.reserved);
+    check_reserved("params", params.reserved);
     if (params.reserved0 != 0) refuse_argument("params.reserved0 must be zero");
     check_rank3("params.q", params.q);
     check_rank3("params.k", params.k);

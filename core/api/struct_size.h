@@ -70,12 +70,4 @@ void put_struct(T* to, size_t size, T value) {
     if (size > sizeof(T)) std::memset(reinterpret_cast<unsigned char*>(to) + sizeof(T), 0, size - sizeof(T));
 }
 
-// Reserved fields must be zero.
-template <class Reserved>
-void check_reserved(const char* name, const Reserved& fields) {
-    for (const auto& field : fields) {
-        if (field != 0) refuse_argument(name, " must be zero: reserved");
-    }
-}
-
 }  // namespace kivi

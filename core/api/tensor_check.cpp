@@ -75,8 +75,8 @@ void check_tensor(const kivi_tensor* tensor, const TensorRule& rule, Place place
     }
     if (tensor->device != place.device || tensor->device_id != place.device_id) {
         refuse_argument(name, " is on device ", tensor->device, " number ", tensor->device_id,
-                        "; this call takes device ", place.device, place.device == KIVI_CPU ? " (CPU)" : " (CUDA)",
-                        " number ", place.device_id);
+                        "; this call takes device ", place.device,
+                        place.device == KIVI_CPU ? " (CPU)" : " (CUDA)", " number ", place.device_id);
     }
     const int inner = rule.dim > 0 ? 2 : 1;
     if (tensor->rank != inner + 1 && tensor->rank != inner + 2) {

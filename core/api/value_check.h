@@ -24,9 +24,4 @@ inline int64_t checked_window_left(const char* name, int64_t window_left) {
     return window_left;
 }
 
-inline uint64_t checked_flags(uint64_t flags, uint64_t known) {
-    if ((flags & ~known) != 0) refuse_argument("flags is ", flags, "; known bits are ", known);
-    return flags;
-}
-
 }  // namespace kivi

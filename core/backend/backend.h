@@ -24,18 +24,16 @@ namespace kivi {
 
 // One row of a batch that has work to do. Skipped rows never reach a backend.
 struct Row {
-    int32_t index = 0;      // row of rank-4 tensors
+    int32_t index = 0;  // row of rank-4 tensors
     int32_t sequence = 0;
-    int64_t offset = 0;     // first token in rank-3 tensors
-    int64_t count = 0;      // tokens of this call
-    Span before, after;     // state of (layer, sequence); the same in calls that only read
+    int64_t offset = 0;               // first token in rank-3 tensors
+    int64_t count = 0;                // tokens of this call
+    Span before, after;               // state of (layer, sequence); the same in calls that only read
     const int32_t* blocks = nullptr;  // page table of the sequence: block of page p
     int64_t block_count = 0;          // its valid entries before the call
 };
 
-inline int64_t origin(const View& view, const Row& row) {
-    return view.origin(row.index, row.offset);
-}
+inline int64_t origin(const View& view, const Row& row) { return view.origin(row.index, row.offset); }
 
 // A batch whose arrays are on the device (kivi_batch): the host knows bounds only.
 struct DeviceRows {
@@ -58,9 +56,9 @@ struct AttendCall {
     int32_t layer = 0;
     Rows rows;
     View q, out;
-    View k, v;              // fresh, or empty
-    View lse;               // or empty; head_stride steps over query heads
-    float scale = 1;        // resolved
+    View k, v;        // fresh, or empty
+    View lse;         // or empty; head_stride steps over query heads
+    float scale = 1;  // resolved
     float soft_cap = 0;
     int64_t window_left = -1;
     const float* learned_sinks = nullptr;
@@ -77,7 +75,7 @@ struct MergeCall {
     std::vector<View> lses;
     const float* learned_sinks = nullptr;  // [heads] or NULL
     View out;
-    View lse;                              // or empty
+    View lse;  // or empty
     int32_t device_id = 0;
     kivi_stream stream = nullptr;
 };
@@ -86,7 +84,7 @@ struct MergeCall {
 struct PathInfo {
     int32_t attend_path = KIVI_PATH_NONE;
     int32_t pack_path = KIVI_PATH_NONE;
-    std::string reason;     // why not the fast path, or why refused
+    std::string reason;  // why not the fast path, or why refused
 };
 
 class Backend {
@@ -102,13 +100,15 @@ class Backend {
     virtual void attend(const AttendCall& call) const = 0;
 
     // Rows begin .. end - 1 of row.sequence as attend reads them; either view may be empty.
-    virtual void dequantize(int layer, const Row& row, int64_t begin, int64_t end, const View& k, const View& v,
-                            bool stored_basis, kivi_stream stream) const = 0;
+    virtual void dequantize(int layer, const Row& row, int64_t begin, int64_t end, const View& k,
+                            const View& v, bool stored_basis, kivi_stream stream) const = 0;
 
     // Canonical bytes of one tensor of one head (layout.h), host memory. Packed groups of page `page` of
     // the sequence, the first `tokens` tokens of it (a multiple of the group): codes, scales, mins of those.
-    virtual void export_page(int layer, Part part, int head, int32_t block, int64_t tokens, uint8_t* to) const = 0;
-    virtual void import_page(int layer, Part part, int head, int32_t block, int64_t tokens, const uint8_t* from) = 0;
+    virtual void export_page(int layer, Part part, int head, int32_t block, int64_t tokens,
+                             uint8_t* to) const = 0;
+    virtual void import_page(int layer, Part part, int head, int32_t block, int64_t tokens,
+                             const uint8_t* from) = 0;
     // Window rows of positions begin .. end - 1 (all in the sink window, or all in the tail), window dtype.
     virtual void export_window(int layer, Part part, int head, int32_t sequence, int64_t begin, int64_t end,
                                uint8_t* to) const = 0;
@@ -120,8 +120,8 @@ class Backend {
     // the sequences that an append on the device found full. False: the host's are the truth.
     virtual bool read_state(std::vector<Span>*, std::vector<int32_t>*) const { return false; }
     // Entries begin .. end - 1 of a page table have become valid. Comes before the call that needs them.
-    virtual void bind_blocks(int32_t /*sequence*/, const int32_t* /*blocks*/, int64_t /*begin*/, int64_t /*end*/,
-                             kivi_stream) {}
+    virtual void bind_blocks(int32_t /*sequence*/, const int32_t* /*blocks*/, int64_t /*begin*/,
+                             int64_t /*end*/, kivi_stream) {}
     // Sets the state of a sequence, whatever it was.
     virtual void set_sequence(int32_t sequence, const std::vector<Span>& layers, const int32_t* blocks,
                               int64_t block_count, kivi_stream stream) = 0;
@@ -138,8 +138,8 @@ class Backend {
         std::memcpy(to, from, bytes);
     }
 
-    virtual int64_t saturated_rows(int layer) const = 0;   // since create or reset
-    virtual void reset(kivi_stream stream) = 0;            // counters; lengths are the cache's
+    virtual int64_t saturated_rows(int layer) const = 0;  // since create or reset
+    virtual void reset(kivi_stream stream) = 0;           // counters; lengths are the cache's
     virtual void grow_pool(int64_t blocks, kivi_stream stream) = 0;
 };
 
@@ -150,8 +150,8 @@ struct BackendKind {
     kivi_device_info (*query)(int32_t device_id);
     // Path of one layer; NONE with a reason refuses it.
     PathInfo (*path)(const Model& model, const kivi_layer& layer);
-    uint64_t (*layout_version)(const Model& model);     // changes with the order of bytes inside pages
-    uint64_t (*scratch_bytes)(const Model& model);      // allocated by create beside pages and windows
+    uint64_t (*layout_version)(const Model& model);  // changes with the order of bytes inside pages
+    uint64_t (*scratch_bytes)(const Model& model);   // allocated by create beside pages and windows
     std::unique_ptr<Backend> (*create)(const Model& model);
     void (*merge)(const MergeCall& call);
 };

@@ -11,7 +11,7 @@ struct Batch {
     int32_t uniform_count = 0;
     const int64_t* offsets = nullptr;  // NULL: running sum of counts
 
-    bool on_device = false;              // the arrays are device memory: nothing here reads them
+    bool on_device = false;  // the arrays are device memory: nothing here reads them
 
     // Found by the check, over rows that are not skipped.
     int32_t active = 0;      // rows with work

@@ -178,7 +178,8 @@ std::vector<Span> read_blob(const Model& model, const std::vector<EncoderMark>& 
     bool reserved = from.get<uint32_t>() != 0;
     const auto length = from.get<int64_t>();
     reserved = from.get<uint64_t>() != 0 || reserved;
-    if (bytes < kKind.header_bytes + layers * kRecordBytes + kBlobCrcBytes) corrupt("its layer records are cut");
+    if (bytes < kKind.header_bytes + layers * kRecordBytes + kBlobCrcBytes)
+        corrupt("its layer records are cut");
 
     std::vector<Span> spans(layers);
     std::vector<size_t> offsets(layers), sizes(layers);

@@ -251,7 +251,8 @@ int32_t Cache::plan_attend(int32_t layer, const Batch& batch, Row* rows, uint8_t
         }
         seen[sequence / 8] |= bit;
         const Span& span = span_at(layer, sequence);
-        new (&rows[size++]) Row{index, sequence, offset, count, span, span, table_.blocks(sequence), table_.count(sequence)};
+        new (&rows[size++])
+            Row{index, sequence, offset, count, span, span, table_.blocks(sequence), table_.count(sequence)};
     });
     return size;
 }
@@ -282,7 +283,8 @@ void Cache::attend(int32_t layer, const Batch& batch, const AttendRequest& reque
     }
     Row* const rows = reinterpret_cast<Row*>(plan);
     const DeviceRows device_rows{batch.rows, batch.max_count, batch.sequences, batch.counts, batch.offsets};
-    const int32_t size = batch.on_device ? 0 : plan_attend(layer, batch, rows, plan + aligned(most_rows * sizeof(Row)));
+    const int32_t size =
+        batch.on_device ? 0 : plan_attend(layer, batch, rows, plan + aligned(most_rows * sizeof(Row)));
 
     AttendCall call;
     call.layer = layer;
@@ -376,7 +378,8 @@ void Cache::reserve_sequence(int32_t sequence, int64_t tokens, kivi_stream strea
     check_sequence(sequence);
     if (tokens < 0) refuse_argument("tokens is ", tokens, "; it must not be negative");
     if (tokens > model_.max_tokens) {
-        refuse(KIVI_ERROR_CAPACITY, "tokens is ", tokens, "; a sequence holds at most max_tokens, ", model_.max_tokens);
+        refuse(KIVI_ERROR_CAPACITY, "tokens is ", tokens, "; a sequence holds at most max_tokens, ",
+               model_.max_tokens);
     }
     const int64_t blocks = most_blocks(model_.windows, tokens);
     check_blocks(blocks - table_.count(sequence));

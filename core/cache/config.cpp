@@ -14,7 +14,6 @@
 namespace kivi {
 namespace {
 
-constexpr int kLargestDim = 512;
 constexpr int kMostThreads = 1024;
 
 bool is_one_of(int32_t value, std::initializer_list<int32_t> allowed) {
@@ -24,16 +23,9 @@ bool is_one_of(int32_t value, std::initializer_list<int32_t> allowed) {
     return false;
 }
 
-template <class Reserved>
-void check_reserved_zero(const std::string& name, const Reserved& fields) {
-    for (const auto& field : fields) {
-        if (field != 0) refuse_argument(name, ".reserved must be zero");
-    }
-}
-
 void check_dim(const std::string& name, int32_t dim) {
-    if (dim < 8 || dim > kLargestDim || dim % 8 != 0) {
-        refuse_argument(name, " is ", dim, "; it must be a multiple of 8 from 8 to ", kLargestDim);
+    if (dim < 8 || dim > kMaxDim || dim % 8 != 0) {
+        refuse_argument(name, " is ", dim, "; it must be a multiple of 8 from 8 to ", kMaxDim);
     }
 }
 
@@ -74,7 +66,7 @@ int default_threads() {
 }  // namespace
 
 kivi_layer checked_layer(const std::string& name, const kivi_layer& layer) {
-    check_reserved_zero(name, layer.reserved);
+    check_reserved(name, layer.reserved);
     if (layer.kv_heads < 0)
         refuse_argument(name, ".kv_heads is ", layer.kv_heads, "; it must not be negative");
     if (layer.kv_heads == 0) return kivi_layer{};
@@ -92,7 +84,7 @@ kivi_layer checked_layer(const std::string& name, const kivi_layer& layer) {
 
 kivi_spec checked_spec(const std::string& name, const kivi_spec& spec, Part part, int dim) {
     const std::string field = name + ".";
-    check_reserved_zero(name, spec.reserved);
+    check_reserved(name, spec.reserved);
     if (!is_one_of(spec.bits, {2, 3, 4, 8, 16})) {
         refuse_argument(field, "bits is ", spec.bits, "; supported are 2, 3, 4, 8 and 16");
     }
@@ -211,7 +203,7 @@ int32_t checked_window_dtype(int32_t dtype) {
 }
 
 Model make_model(const kivi_config& config) {
-    check_reserved_zero("config", config.reserved);
+    check_reserved("config", config.reserved);
     if (!is_one_of(config.device, {KIVI_CPU, KIVI_CUDA})) {
         refuse_argument("device is ", config.device, "; supported are 1 (CPU) and 2 (CUDA)");
     }
@@ -230,8 +222,7 @@ Model make_model(const kivi_config& config) {
     if (config.threads < 0 || config.threads > kMostThreads) {
         refuse_argument("threads is ", config.threads, "; it must be from 0 (one a core) to ", kMostThreads);
     }
-    const uint64_t unknown_flags = config.flags & ~static_cast<uint64_t>(KIVI_CACHE_REFERENCE);
-    if (unknown_flags != 0) refuse_argument("flags has unknown bits ", unknown_flags);
+    checked_flags(config.flags, KIVI_CACHE_REFERENCE);
     if ((config.flags & KIVI_CACHE_REFERENCE) != 0 && config.device != KIVI_CPU) {
         refuse_argument("flags asks for the reference backend, which device ", config.device,
                         " does not have");

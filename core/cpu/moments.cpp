@@ -6,8 +6,6 @@
 namespace kivi::cpu {
 namespace {
 
-constexpr int kMaxDim = 512;
-
 void add_outer_product(const float* q, int dim, float* sums) {
     for (int i = 0; i < dim; ++i) {
         float* row = sums + static_cast<int64_t>(i) * dim;

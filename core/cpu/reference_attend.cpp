@@ -13,7 +13,6 @@ namespace kivi::cpu {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr int kMaxDim = 512;
 constexpr int kQueriesAtOnce = 8;  // query rows that share the reading of a key
 
 // One query of one query head, and its softmax so far: out = acc / sum, all scores relative to `max`.

@@ -54,9 +54,11 @@ struct CanonicalPlace {
 };
 KIVI_HOST_DEVICE inline int64_t canonical_row_bytes(const kivi_spec& spec, const GroupShape& shape, int dim) {
     const int last = shape.blocks_a_row - 1;  // token axis: codes of all groups of one token
-    return last * group_code_bytes(spec, shape.channels) + group_code_bytes(spec, group_channels(shape, dim, last));
+    return last * group_code_bytes(spec, shape.channels) +
+           group_code_bytes(spec, group_channels(shape, dim, last));
 }
-KIVI_HOST_DEVICE inline CanonicalPlace canonical_place(const kivi_spec& spec, int dim, int token, int channel) {
+KIVI_HOST_DEVICE inline CanonicalPlace canonical_place(const kivi_spec& spec, int dim, int token,
+                                                       int channel) {
     const GroupShape shape = group_shape(spec, dim);
     if (spec.axis == KIVI_AXIS_CHANNEL) {
         const int64_t group = static_cast<int64_t>(token / shape.tokens) * dim + channel;

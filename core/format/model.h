@@ -9,6 +9,7 @@
 namespace kivi {
 
 constexpr int kPageTokens = 128;  // tokens of a page; one block id stands for 128 tokens of all layers
+constexpr int kMaxDim = 512;      // channels of the widest head; a multiple of 8
 
 struct Windows {
     int64_t sink = 0;    // S

@@ -27,7 +27,9 @@ KIVI_HOST_DEVICE inline int64_t floor_div(int64_t a, int64_t b) {
 }
 
 // Largest multiple of `of` at or below `position`.
-KIVI_HOST_DEVICE inline int64_t last_multiple(int64_t of, int64_t position) { return of * floor_div(position, of); }
+KIVI_HOST_DEVICE inline int64_t last_multiple(int64_t of, int64_t position) {
+    return of * floor_div(position, of);
+}
 
 // The border moves to `target` if that packs anything, and never back.
 KIVI_HOST_DEVICE inline int64_t advance_border(const Windows& windows, int64_t border, int64_t target) {

@@ -33,7 +33,7 @@ const std::vector<Refusal>& refusals() {
         {"negative layers", [](auto& c) { c.layer_count = -4; }, "layer_count is -4"},
         {"negative threads", [](auto& c) { c.threads = -1; }, "threads is -1"},
         {"too many threads", [](auto& c) { c.threads = 5000; }, "threads is 5000"},
-        {"unknown flag", [](auto& c) { c.flags = 6; }, "flags has unknown bits 6"},
+        {"unknown flag", [](auto& c) { c.flags = 6; }, "flags is 6; known bits are 1"},
         {"reserved pointer", [](auto& c) { c.reserved[3] = &c; }, "reserved must be zero"},
         {"misaligned layers",
          [](auto& c) { c.layers = reinterpret_cast<const kivi_layer*>(reinterpret_cast<char*>(&c) + 1); },
