@@ -15,6 +15,8 @@ namespace {
 // Long enough to bridge the gap between two layers of a decode step, short enough to cost nothing at rest.
 constexpr auto kSpin = std::chrono::microseconds(50);
 constexpr int kPausesBetweenLooks = 64;
+// Workers are inside a job for one more item at most; one that lost its core takes far longer than this.
+constexpr int kPausesBeforeYield = 4096;
 
 void pause() {
 #if defined(__x86_64__)
@@ -88,7 +90,7 @@ void ThreadPool::parallel(int64_t items, Task task, void* context) {
     // Closed first, counted second; workers enter in the opposite order, so none slips through.
     open_.store(0);
     for (int looks = 0; inside_.load() != 0; ++looks) {
-        if (looks < 4096) {
+        if (looks < kPausesBeforeYield) {
             pause();
         } else {
             std::this_thread::yield();

@@ -3,8 +3,7 @@
 use std::ffi::c_void;
 use std::ptr;
 
-use crate::error::Result;
-use crate::merge::check_learned_sinks;
+use crate::error::{Error, Result};
 use crate::sys;
 use crate::tensor::{TensorMut, TensorRef};
 
@@ -98,6 +97,15 @@ impl<'a> Attend<'a> {
             reserved: [ptr::null(); 4],
         })
     }
+}
+
+/// The C API takes a bare pointer: as many logits as the tensor `[.., heads, dim]` has heads.
+pub(crate) fn check_learned_sinks(logits: &[f32], shape: &[i64]) -> Result<()> {
+    let heads = shape[shape.len() - 2];
+    if logits.len() as i64 == heads {
+        return Ok(());
+    }
+    Err(Error::invalid(format!("{} learned sinks for {heads} query heads", logits.len())))
 }
 
 /// The memory that an attend works in, made by [`Cache::workspace`](crate::Cache::workspace). One serves any

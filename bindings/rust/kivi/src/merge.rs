@@ -1,5 +1,6 @@
 //! Partial attention results put together.
 
+use crate::attend::check_learned_sinks;
 use crate::cache::NO_STREAM;
 use crate::error::{check, Error, Result};
 use crate::sys;
@@ -56,13 +57,4 @@ pub fn merge(
             NO_STREAM,
         )
     })
-}
-
-/// The C API takes a bare pointer: as many logits as the tensor `[.., heads, dim]` has heads.
-pub(crate) fn check_learned_sinks(logits: &[f32], shape: &[i64]) -> Result<()> {
-    let heads = shape[shape.len() - 2];
-    if logits.len() as i64 == heads {
-        return Ok(());
-    }
-    Err(Error::invalid(format!("{} learned sinks for {heads} query heads", logits.len())))
 }
