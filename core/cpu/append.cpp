@@ -21,7 +21,7 @@ namespace {
 
 constexpr int64_t kMaxRowBytes = 512 * 4;
 constexpr int64_t kLineBytes = 64;
-constexpr int64_t kRowsAhead = 32;
+constexpr int64_t kRowsAtOnce = 32;  // on their way to a window, at most kPageTokens
 
 class Append {
   public:
@@ -34,6 +34,8 @@ class Append {
     }
 
     int64_t run(int head_begin, int head_end) {
+        head_begin_ = head_begin;
+        head_end_ = head_end;
         const Windows& windows = store_.windows;
         const int64_t pack_begin = tail_begin(windows, row_.before, store_.part);
         const int64_t pack_end = tail_begin(windows, row_.after, store_.part);
@@ -61,8 +63,6 @@ class Append {
         input_begin_ = input_ ? origin(input_, row_) + head * input_.head_stride : 0;
     }
 
-    bool in_tail(int64_t position) const { return position < row_.before.length; }
-
     const uint8_t* tail_row(int64_t position) const {
         return store_.tail_row(row_.sequence, head_, store_.tail_slot(position));
     }
@@ -71,26 +71,47 @@ class Append {
         return input_begin_ + (position - row_.before.length) * input_.token_stride;
     }
 
-    // Elements from the rows of these positions to later ones of the same head, which are fetched ahead: the
-    // caller's rows are too far apart for hardware prefetchers.
-    int64_t ahead(int64_t end) const {
-        return end + kRowsAhead <= row_.after.length ? kRowsAhead * input_.token_stride : 0;
+    // While the rows of a page are taken head by head, those of the next page are fetched in the order in which
+    // they lie in memory: as many rows beside these `count` as these are, all heads of a token together. The
+    // caller's rows of one head are too far apart for hardware prefetchers, and for the first-level cache: at a
+    // power of two between them they fall into few of its sets.
+    //
+    //          head 0   1   2   3                       head 0   1   2   3
+    //   token 0   |                               token 0   ------------->
+    //         1   |         taken, this page            1   ------------->   fetched, next page
+    //         2   v
+    Stripe ahead(int64_t position, int count) const {
+        const int heads = head_end_ - head_begin_;
+        const int64_t in_page = (position - store_.windows.sink) % kPageTokens;
+        const int64_t token =
+            position - in_page + kPageTokens + ((head_ - head_begin_) * kPageTokens + in_page) / heads;
+        if (in_page < 0 || token + (count + heads - 1) / heads > row_.after.length) return {};
+        return {input_at(token) - (head_ - head_begin_) * input_.head_stride, input_.token_stride,
+                input_.head_stride, heads};
     }
 
     bool take_fast(int64_t position, int count, float* x) const {
         if (row_kernels_ == nullptr) return false;
         const InputRows rows{input_.data, input_.dtype, input_at(position), input_.token_stride,
-                             ahead(position + count)};
+                             ahead(position, count)};
         return row_kernels_->take(rows, count, store_.dim, store_.spec.transform, store_.window_dtype, x);
     }
 
-    // A new row to memory in the window dtype.
-    void take(int64_t position, uint8_t* to) {
-        if (take_fast(position, 1, rows_)) {
-            row_kernels_->store(rows_, store_.window_dtype, store_.dim, to);
-        } else {
-            saturated_ += take_row_plain(input_.data, input_.dtype, input_at(position), store_.dim,
-                                         store_.spec.transform, store_.window_dtype, to);
+    // New rows to memory in the window dtype, each to its place(position).
+    template <class Place>
+    void take(int64_t begin, int64_t end, Place place) {
+        for (int64_t position = begin; position < end;) {
+            const int count = static_cast<int>(std::min(kRowsAtOnce, end - position));
+            const bool fast = take_fast(position, count, rows_);
+            for (int i = 0; i < count; ++i, ++position) {
+                if (fast) {
+                    row_kernels_->store(rows_ + static_cast<int64_t>(i) * store_.dim, store_.window_dtype,
+                                        store_.dim, place(position));
+                } else {
+                    saturated_ += take_row_plain(input_.data, input_.dtype, input_at(position), store_.dim,
+                                                 store_.spec.transform, store_.window_dtype, place(position));
+                }
+            }
         }
     }
 
@@ -138,7 +159,9 @@ class Append {
     void pack(int64_t begin, int64_t end) {
         const int64_t slot = begin - store_.windows.sink;
         uint8_t* part = store_.page(row_.blocks[slot / kPageTokens], head_);
-        if (store_.spec.bits == 16) return copy_rows(begin, end, part + slot % kPageTokens * store_.row_bytes());
+        if (store_.spec.bits == 16) {
+            return copy_rows(begin, end, part + slot % kPageTokens * store_.row_bytes());
+        }
         const int step = pack_step(store_);
         int first = static_cast<int>(slot % kPageTokens);
         for (int64_t position = begin; position < end;) {
@@ -157,36 +180,36 @@ class Append {
         } else if (fast && pack_kernels_->query_aware != nullptr) {
             pack_kernels_->query_aware(store_, feedback_[head_], rows_, first, count, part);
         } else {
-            pack_rows_plain(store_, feedback_ != nullptr ? feedback_ + head_ : nullptr, rows_, first, count, part);
+            pack_rows_plain(store_, feedback_ != nullptr ? feedback_ + head_ : nullptr, rows_, first, count,
+                            part);
         }
     }
 
     // 16 bits: a page holds rows as the windows do.
     void copy_rows(int64_t begin, int64_t end, uint8_t* to) {
-        for (int64_t position = begin; position < end; ++position, to += store_.row_bytes()) {
-            if (in_tail(position)) {
-                std::memcpy(to, tail_row(position), static_cast<size_t>(store_.row_bytes()));
-            } else {
-                take(position, to);
-            }
+        const auto place = [&](int64_t position) { return to + (position - begin) * store_.row_bytes(); };
+        const int64_t border = std::max(begin, std::min(end, row_.before.length));
+        for (int64_t position = begin; position < border; ++position) {
+            std::memcpy(place(position), tail_row(position), static_cast<size_t>(store_.row_bytes()));
         }
+        take(border, end, place);
     }
 
     void store_windows(int64_t begin, int64_t end) {
-        for (int64_t position = begin; position < end; ++position) {
-            take(position, position < store_.windows.sink
-                               ? store_.sink_row(row_.sequence, head_, position)
-                               : store_.tail_row(row_.sequence, head_, store_.tail_slot(position)));
-        }
+        take(begin, end, [&](int64_t position) {
+            return position < store_.windows.sink
+                       ? store_.sink_row(row_.sequence, head_, position)
+                       : store_.tail_row(row_.sequence, head_, store_.tail_slot(position));
+        });
     }
 
     const TensorStore& store_;
     const Feedback* feedback_;  // of head 0, or NULL
     const Row& row_;
     const View& input_;
-    int head_ = 0;
+    int head_begin_ = 0, head_end_ = 0, head_ = 0;
     int64_t input_begin_ = 0;  // first element of the head's new rows
-    float* const rows_;  // of the chunk on its way to a packer
+    float* const rows_;        // of the chunk on its way to a packer
     const RowKernels* row_kernels_ = nullptr;
     const PackKernels* pack_kernels_ = nullptr;
     int64_t saturated_ = 0;
@@ -198,8 +221,8 @@ int64_t append_scratch_floats(const kivi_layer& layer) {
     return static_cast<int64_t>(kPageTokens) * std::max(layer.key_dim, layer.value_dim);
 }
 
-int64_t append_heads(const TensorStore& store, const Feedback* feedback, const Row& row, int head_begin, int head_end,
-                     const View& input, const AppendMeans& means) {
+int64_t append_heads(const TensorStore& store, const Feedback* feedback, const Row& row, int head_begin,
+                     int head_end, const View& input, const AppendMeans& means) {
     return Append(store, feedback, row, input, means).run(head_begin, head_end);
 }
 

@@ -9,9 +9,9 @@ namespace kivi::cpu {
 namespace {
 
 constexpr int kMaxDim = 512;
-// Rows of these many tokens stay in the first-level cache; keys are worth more, for the query-aware packer.
+// Rows of these many tokens stay in the first-level cache; the query-aware packer takes more of them together.
 constexpr int kTokensAtOnce = 32;
-constexpr int kGroupedTokensAtOnce = 64;
+constexpr int kQueryAwareTokensAtOnce = 64;
 
 void put_params(const PageOrder& order, uint8_t* part, int token, int channel, const GroupParams& params) {
     const int32_t dtype = order.spec.param_dtype == KIVI_F32 ? KIVI_F32 : KIVI_F16;
@@ -63,12 +63,13 @@ void pack_token(const TensorStore& store, const float* x, int token, uint8_t* pa
 }  // namespace
 
 int pack_step(const TensorStore& store) {
-    const bool grouped = store.spec.bits != 16 && store.spec.axis == KIVI_AXIS_CHANNEL;
-    return grouped ? std::max(store.spec.group, kGroupedTokensAtOnce) : kTokensAtOnce;
+    const kivi_spec& spec = store.spec;
+    const int rows = spec.rounding == KIVI_ROUND_QUERY_AWARE ? kQueryAwareTokensAtOnce : kTokensAtOnce;
+    return spec.bits != 16 && spec.axis == KIVI_AXIS_CHANNEL ? std::max(spec.group, rows) : rows;
 }
 
-void pack_rows_plain(const TensorStore& store, const Feedback* feedback, const float* rows, int first, int count,
-                     uint8_t* part) {
+void pack_rows_plain(const TensorStore& store, const Feedback* feedback, const float* rows, int first,
+                     int count, uint8_t* part) {
     if (store.spec.bits == 16) {
         for (int64_t i = 0; i < static_cast<int64_t>(count) * store.dim; ++i) {
             store_element(part, store.window_dtype, static_cast<int64_t>(first) * store.dim + i, rows[i]);

@@ -117,33 +117,51 @@ void store_params(const float* x, int32_t param_dtype, int count, int64_t stride
     }
 }
 
+// Codes as integers, and the same numbers in fp32.
+struct Codes {
+    VU code;
+    VF value;
+};
+
+// Round half to even of numbers from 0 to 255: where the unit in the last place is 1, addition rounds so.
+Codes round_steps(VF steps) {
+    const F32 d;
+    const U32 du;
+    const VF ones = hn::Set(d, 0x1p23f);
+    const VF sum = hn::Add(steps, ones);
+    return {hn::Xor(hn::BitCast(du, sum), hn::BitCast(du, ones)), hn::Sub(sum, ones)};
+}
+
 // Codes by the definition: IEEE division. A scale of 0 has infinity for a divisor, which makes every code 0;
 // NaN (only from infinity over infinity) gives 0 too.
-VU exact_codes(VF y, VF scale, VF min, VF levels) {
+Codes exact_codes(VF y, VF scale, VF min, VF levels) {
     const F32 d;
     const VF divisor = hn::IfThenElse(hn::Gt(scale, hn::Zero(d)), scale, hn::Inf(d));
     const VF steps = hn::Div(hn::Sub(y, min), divisor);
     const VF positive = hn::IfThenElseZero(hn::Gt(steps, hn::Zero(d)), steps);
-    return hn::BitCast(U32(), hn::NearestInt(hn::Min(positive, levels)));
+    return round_steps(hn::Min(positive, levels));
 }
 
 // Codes by multiplication with the inverse. Product and quotient differ by less than 3 units in the last place,
 // so they round to the same code unless they come that near to a tie. `farthest` collects the largest distance
-// from a code (NaN counts as 0 steps where Max drops it, as it should); beyond kNearTie exact codes are needed.
-constexpr float kNearTie = 0.5f - 0x1p-14f;  // 3 units in the last place of 255
-
-VU quick_codes(VF y, VF inverse, VF min, VF levels, VF& farthest) {
+// from a code (NaN counts as 0 steps where Max drops it, as it should); beyond nearest_tie exact codes are needed.
+Codes quick_codes(VF y, VF inverse, VF min, VF levels, VF& farthest) {
     const F32 d;
     const VF steps = hn::Mul(hn::Sub(y, min), inverse);
     const VF inside = hn::Min(hn::Max(steps, hn::Zero(d)), levels);
-    const auto code = hn::NearestInt(inside);
-    farthest = hn::Max(farthest, hn::Abs(hn::Sub(inside, hn::ConvertTo(d, code))));
-    return hn::BitCast(U32(), code);
+    const Codes codes = round_steps(inside);
+    farthest = hn::Max(farthest, hn::Abs(hn::Sub(inside, codes.value)));
+    return codes;
 }
 
-bool no_near_tie(VF farthest) {
+// Four units in the last place of `levels` steps away from the tie.
+VF nearest_tie(VF levels) {
     const F32 d;
-    return hn::AllTrue(d, hn::Le(farthest, hn::Set(d, kNearTie)));
+    return hn::Sub(hn::Set(d, 0.5f), hn::Mul(levels, hn::Set(d, 0x1p-22f)));
+}
+
+bool no_near_tie(VF farthest, VF levels) {
+    return hn::AllTrue(F32(), hn::Le(farthest, nearest_tie(levels)));
 }
 
 VF inverse_of(VF scale) {
@@ -317,12 +335,12 @@ void nearest_channel_group(const TensorStore& store, const float* HWY_RESTRICT r
             const float* x = rows + static_cast<int64_t>(unit) * dim + c;
             VF farthest = hn::Zero(d);
             for (int t = 0; t < kUnit; ++t) {
-                const VU code = quick_codes(hn::LoadU(d, x + static_cast<int64_t>(t) * dim), inverse, low, levels, farthest);
+                const VU code = quick_codes(hn::LoadU(d, x + static_cast<int64_t>(t) * dim), inverse, low, levels, farthest).code;
                 hn::StoreU(hn::U8FromU32(code), d8, codes + static_cast<int64_t>(t) * dim + c);
             }
-            if (have_inverses(step) && no_near_tie(farthest)) continue;
+            if (have_inverses(step) && no_near_tie(farthest, levels)) continue;
             for (int t = 0; t < kUnit; ++t) {
-                const VU code = exact_codes(hn::LoadU(d, x + static_cast<int64_t>(t) * dim), step, low, levels);
+                const VU code = exact_codes(hn::LoadU(d, x + static_cast<int64_t>(t) * dim), step, low, levels).code;
                 hn::StoreU(hn::U8FromU32(code), d8, codes + static_cast<int64_t>(t) * dim + c);
             }
         }
@@ -540,7 +558,7 @@ HWY_NOINLINE Lines quick_tile(const float* HWY_RESTRICT x, int dim, const UnitPa
     const VF levels = hn::Set(d, static_cast<float>((1 << kBits) - 1));
     VF far = hn::Zero(d);
     const Lines lines = token_tile<kBits, kWhole>(x, dim, at.begin, at.tokens(), [&](VF y, int t) {
-        return quick_codes(y, hn::Set(d, inverse[t]), hn::Set(d, min[t]), levels, far);
+        return quick_codes(y, hn::Set(d, inverse[t]), hn::Set(d, min[t]), levels, far).code;
     });
     farthest = far;
     return lines;
@@ -552,7 +570,7 @@ HWY_NOINLINE Lines exact_tile(const float* HWY_RESTRICT x, int dim, const UnitPa
     const F32 d;
     const VF levels = hn::Set(d, static_cast<float>((1 << kBits) - 1));
     return token_tile<kBits, kWhole>(x, dim, at.begin, at.tokens(), [&](VF y, int t) {
-        return exact_codes(y, hn::Set(d, scale[t]), hn::Set(d, min[t]), levels);
+        return exact_codes(y, hn::Set(d, scale[t]), hn::Set(d, min[t]), levels).code;
     });
 }
 
@@ -561,6 +579,7 @@ void put_token_tiles(const TensorStore& store, const float* HWY_RESTRICT rows, c
                      const TokenParams& params, uint8_t* part) {
     const int dim = store.dim;
     const int channels = group_shape(store.spec, dim).channels;
+    const VF levels = hn::Set(F32(), static_cast<float>((1 << kBits) - 1));
     TileLines<kBits> lines(dim, at.unit, part);
     if constexpr (!kWhole) lines.narrow(at.begin, at.end);
     for (int block = 0, c = 0; c < dim; ++block) {
@@ -568,7 +587,7 @@ void put_token_tiles(const TensorStore& store, const float* HWY_RESTRICT rows, c
             VF farthest;
             Lines tile =
                 quick_tile<kBits, kWhole>(rows + c, dim, at, params.inverse[block], params.min[block], farthest);
-            if (!params.inverses[block] || !no_near_tie(farthest)) {
+            if (!params.inverses[block] || !no_near_tie(farthest, levels)) {
                 tile = exact_tile<kBits, kWhole>(rows + c, dim, at, params.scale[block], params.min[block]);
             }
             lines.put(c / kUnit, c % kUnit, tile);
@@ -606,7 +625,7 @@ void put_token_codes(const TensorStore& store, const float* HWY_RESTRICT rows, c
             const int64_t i = static_cast<int64_t>(t) * dim + c;
             const VF scale = hn::Set(d, params.scale[c / channels][t]);
             const VF min = hn::Set(d, params.min[c / channels][t]);
-            hn::StoreU(hn::U8FromU32(exact_codes(hn::LoadU(d, rows + i), scale, min, levels)), d8, codes + i);
+            hn::StoreU(hn::U8FromU32(exact_codes(hn::LoadU(d, rows + i), scale, min, levels).code), d8, codes + i);
         }
     }
     put_canonical(store, codes, at.first(), at.tokens(), part);
@@ -668,10 +687,22 @@ void turn(const float* HWY_RESTRICT rows, int dim, float* HWY_RESTRICT turned) {
     }
 }
 
-// Scales and mins of a group's channels.
+// Parameters of a group's channels.
 struct ChannelParams {
     HWY_ALIGN float scale[kMaxDim];
+    HWY_ALIGN float inverse[kMaxDim];
     HWY_ALIGN float min[kMaxDim];
+    bool inverses;  // every scale has one
+
+    void invert(int dim) {
+        const F32 d;
+        inverses = true;
+        for (int c = 0; c < dim; c += kLanes) {
+            const VF step = hn::Load(d, scale + c);
+            hn::Store(inverse_of(step), d, inverse + c);
+            inverses = inverses && have_inverses(step);
+        }
+    }
 };
 
 // The recursion of format/feedback.cpp for one pass. `y` [channel][tokens of the pass] is replaced by codes (as
@@ -680,12 +711,13 @@ struct ChannelParams {
 template <int kVectors>
 void encode_turned(const Feedback& feedback, int bits, const ChannelParams* const* params, float* HWY_RESTRICT y) {
     const F32 d;
-    const I32 di;
     constexpr int kTogether = kChannels<kVectors>;
     constexpr int kTokens = kVectors * kLanes;
     const int dim = feedback.dim;
     const uint16_t* order = feedback.order.data();
     const VF levels = hn::Set(d, static_cast<float>((1 << bits) - 1));
+    bool inverses = true;
+    for (int v = 0; v < kVectors; ++v) inverses = inverses && params[v]->inverses;
     for (int j0 = 0; j0 < dim; j0 += kTogether) {
         VF error[kTogether][kVectors];
         const float* weight[kTogether];  // weight[k][c]: from channel j0 + k to channel c, both in coding order
@@ -700,10 +732,13 @@ void encode_turned(const Feedback& feedback, int bits, const ChannelParams* cons
                 VF x = hn::Load(d, at);
                 HWY_UNROLL(8)
                 for (int i = 0; i < k; ++i) x = hn::NegMulAdd(error[i][v], hn::Set(d, weight[i][j]), x);
-                const VU code = exact_codes(x, scale, min, levels);
-                const VF value = hn::MulAdd(hn::ConvertTo(d, hn::BitCast(di, code)), scale, min);
-                error[k][v] = hn::Sub(x, value);
-                hn::Store(hn::BitCast(d, code), d, at);
+                VF farthest = hn::Zero(d);
+                Codes codes = quick_codes(x, hn::Set(d, params[v]->inverse[channel]), min, levels, farthest);
+                if (HWY_UNLIKELY(!inverses || !no_near_tie(farthest, levels))) {
+                    codes = exact_codes(x, scale, min, levels);
+                }
+                error[k][v] = hn::Sub(x, hn::MulAdd(codes.value, scale, min));
+                hn::Store(hn::BitCast(d, codes.code), d, at);
             }
         }
         for (int c = j0 + kTogether; c < dim; ++c) {
@@ -780,6 +815,7 @@ void query_aware(const TensorStore& store, const Feedback& feedback, const float
             if ((t + begin) % group != 0) continue;  // of the pass before
             ChannelParams& at = groups[begin / group];
             channel_params(store, x + static_cast<int64_t>(begin) * dim, first + t + begin, part, at.scale, at.min);
+            at.invert(dim);
         }
         if (is_long) {
             query_aware_pass<kLongPass>(store, feedback, groups, x, first + t, y, part);

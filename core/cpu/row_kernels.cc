@@ -110,8 +110,14 @@ struct Float16 {
 
 // Rounds to the type and back.
 template <class Type>
-VF round_through(VF x) {
+HWY_INLINE VF round_through(VF x) {
     if constexpr (std::is_same_v<Type, Float32>) return x;
+#if !HWY_ARCH_X86 || HWY_TARGET <= HWY_AVX2
+    if constexpr (std::is_same_v<Type, Float16>) {
+        const hn::Rebind<hwy::float16_t, F32> d16;
+        return hn::PromoteTo(F32(), hn::DemoteTo(d16, x));
+    }
+#endif
     HWY_ALIGN uint16_t memory[HWY_MAX_BYTES / sizeof(float)];
     Type::store(x, memory, 0);
     return Type::load(memory, 0);
@@ -119,16 +125,15 @@ VF round_through(VF x) {
 
 // ---- Hadamard: the stages of format/hadamard.cpp in the same order ----
 
-// One stage inside a vector: partners stand 2^kLog2Distance lanes apart. The right partner's sign is flipped
-// before the addition, which is the subtraction left - right.
+// One stage inside a vector: partners stand 2^kLog2Distance lanes apart. The right partner is multiplied by -1,
+// which is exact, so that the addition is the subtraction left - right.
 template <int kLog2Distance>
-VF stage_in_vector(VF x) {
+HWY_INLINE VF stage_in_vector(VF x) {
     const F32 d;
     const U32 du;
     constexpr int kDistance = 1 << kLog2Distance;
-    const auto right = hn::And(hn::Iota(du, 0), hn::Set(du, kDistance));
-    const auto sign = hn::ShiftLeft<31 - kLog2Distance>(right);
-    const VF flipped = hn::BitCast(d, hn::Xor(hn::BitCast(du, x), sign));
+    const auto right = hn::ShiftLeft<31 - kLog2Distance>(hn::And(hn::Iota(du, 0), hn::Set(du, kDistance)));
+    const VF sign = hn::BitCast(d, hn::Or(right, hn::BitCast(du, hn::Set(d, 1.0f))));
     VF partner = x;
     if constexpr (kDistance == 1) partner = hn::Shuffle2301(x);
     if constexpr (kDistance == 2) partner = hn::Shuffle1032(x);
@@ -136,12 +141,12 @@ VF stage_in_vector(VF x) {
     if constexpr (kDistance == 4) partner = hn::SwapAdjacentBlocks(x);
     if constexpr (kDistance == 8) partner = hn::ConcatLowerUpper(d, x, x);
 #endif
-    return hn::Add(partner, flipped);
+    return hn::MulAdd(x, sign, partner);
 }
 
 constexpr int kLanes = HWY_MAX_BYTES / sizeof(float);
 
-VF stages_in_vector(VF v) {
+HWY_INLINE VF stages_in_vector(VF v) {
     v = stage_in_vector<1>(stage_in_vector<0>(v));
     if constexpr (kLanes >= 8) v = stage_in_vector<2>(v);
     if constexpr (kLanes >= 16) v = stage_in_vector<3>(v);
@@ -150,29 +155,7 @@ VF stages_in_vector(VF v) {
 
 VF norm_of(int block) { return hn::Set(F32(), static_cast<float>(1.0 / std::sqrt(static_cast<double>(block)))); }
 
-// One block of kVectors vectors, in registers.
-template <int kVectors>
-void transform_block(float* HWY_RESTRICT x) {
-    const F32 d;
-    VF v[kVectors];
-    HWY_UNROLL(8)
-    for (int i = 0; i < kVectors; ++i) v[i] = stages_in_vector(hn::LoadU(d, x + i * kLanes));
-    HWY_UNROLL(3)
-    for (int h = 1; h < kVectors; h *= 2) {
-        HWY_UNROLL(8)
-        for (int i = 0; i < kVectors; ++i) {
-            if (i & h) continue;
-            const VF left = v[i], right = v[i + h];
-            v[i] = hn::Add(left, right);
-            v[i + h] = hn::Sub(left, right);
-        }
-    }
-    const VF norm = norm_of(kVectors * kLanes);
-    HWY_UNROLL(8)
-    for (int i = 0; i < kVectors; ++i) hn::StoreU(hn::Mul(v[i], norm), d, x + i * kLanes);
-}
-
-// One block of any size.
+// One block of any size, in memory.
 void transform_block(float* HWY_RESTRICT x, int block) {
     const F32 d;
     for (int i = 0; i < block; i += kLanes) hn::StoreU(stages_in_vector(hn::LoadU(d, x + i)), d, x + i);
@@ -189,49 +172,134 @@ void transform_block(float* HWY_RESTRICT x, int block) {
     for (int i = 0; i < block; i += kLanes) hn::StoreU(hn::Mul(hn::LoadU(d, x + i), norm), d, x + i);
 }
 
-void transform(float* HWY_RESTRICT x, int dim) {
-    const int block = hadamard_block(dim);
-    for (const float* end = x + dim; x < end; x += block) {
-        switch (block / kLanes) {
-            case 4: transform_block<4>(x); break;
-            case 8: transform_block<8>(x); break;
-            default: transform_block(x, block);
+// ---- the three kernels ----
+
+// Walks the rows of a stripe, one a call.
+class Ahead {
+  public:
+    explicit Ahead(const Stripe& stripe) : stripe_(stripe), row_(stripe.at) {}
+
+    template <class From>
+    HWY_INLINE void fetch(const void* data, int dim) {
+        if (stripe_.heads == 0) return;
+        const uint8_t* from = From::address(data, row_ + head_ * stripe_.head_stride);
+        for (int64_t i = 0; i < dim * From::kBytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+        if (++head_ < stripe_.heads) return;
+        head_ = 0;
+        row_ += stripe_.token_stride;
+    }
+
+  private:
+    const Stripe stripe_;
+    int64_t row_;
+    int head_ = 0;
+};
+
+// Values beyond kSafePeakBits. Infinities and NaN of other types show in what is stored.
+template <class Type>
+constexpr bool kCanBeHuge = !std::is_same_v<Type, Float16>;
+
+// Largest magnitudes among values as they came, where those matter, and as they are stored.
+struct Peaks {
+    VI in, stored;
+};
+
+// kVectors vectors as they are.
+template <int kVectors, class From, class Window>
+HWY_INLINE void take_vectors(const void* data, int64_t at, float* HWY_RESTRICT x, Peaks& peaks) {
+    const F32 d;
+    VF v[kVectors];
+    HWY_UNROLL(8)
+    for (int i = 0; i < kVectors; ++i) {
+        v[i] = From::load(data, at + i * kLanes);
+        if constexpr (!std::is_same_v<From, Window>) v[i] = round_through<Window>(v[i]);
+        hn::StoreU(v[i], d, x + i * kLanes);
+    }
+    HWY_UNROLL(8)
+    for (int i = 0; i < kVectors; ++i) peaks.stored = hn::Max(peaks.stored, magnitude(v[i]));
+}
+
+template <class From, class Window>
+HWY_INLINE void take_row(const void* data, int64_t at, int dim, float* HWY_RESTRICT x, Peaks& peaks) {
+    int i = 0;
+    for (; i + 8 * kLanes <= dim; i += 8 * kLanes) take_vectors<8, From, Window>(data, at + i, x + i, peaks);
+    for (; i < dim; i += kLanes) take_vectors<1, From, Window>(data, at + i, x + i, peaks);
+}
+
+// One Hadamard block of kVectors vectors, in registers.
+template <int kVectors, class From, class Window>
+HWY_INLINE void rotate_vectors(const void* data, int64_t at, float* HWY_RESTRICT x, Peaks& peaks) {
+    const F32 d;
+    VF v[kVectors];
+    HWY_UNROLL(8)
+    for (int i = 0; i < kVectors; ++i) {
+        v[i] = From::load(data, at + i * kLanes);
+        if constexpr (kCanBeHuge<From>) peaks.in = hn::Max(peaks.in, magnitude(v[i]));
+        v[i] = stages_in_vector(v[i]);
+    }
+    HWY_UNROLL(3)
+    for (int h = 1; h < kVectors; h *= 2) {
+        HWY_UNROLL(8)
+        for (int i = 0; i < kVectors; ++i) {
+            if (i & h) continue;
+            const VF left = v[i], right = v[i + h];
+            v[i] = hn::Add(left, right);
+            v[i + h] = hn::Sub(left, right);
         }
+    }
+    const VF norm = norm_of(kVectors * kLanes);
+    HWY_UNROLL(8)
+    for (int i = 0; i < kVectors; ++i) {
+        const VF rounded = round_through<Window>(hn::Mul(v[i], norm));
+        peaks.stored = hn::Max(peaks.stored, magnitude(rounded));
+        hn::StoreU(rounded, d, x + i * kLanes);
     }
 }
 
-// ---- the three kernels ----
+// One block of any size, in memory.
+template <class From, class Window>
+void rotate_block(const void* data, int64_t at, int block, float* HWY_RESTRICT x, Peaks& peaks) {
+    const F32 d;
+    for (int i = 0; i < block; i += kLanes) {
+        const VF v = From::load(data, at + i);
+        if constexpr (kCanBeHuge<From>) peaks.in = hn::Max(peaks.in, magnitude(v));
+        hn::StoreU(v, d, x + i);
+    }
+    transform_block(x, block);
+    for (int i = 0; i < block; i += kLanes) {
+        const VF v = round_through<Window>(hn::LoadU(d, x + i));
+        peaks.stored = hn::Max(peaks.stored, magnitude(v));
+        hn::StoreU(v, d, x + i);
+    }
+}
 
-HWY_INLINE void prefetch(const uint8_t* from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+template <class From, class Window>
+HWY_INLINE void rotate_row(const void* data, int64_t at, int dim, float* HWY_RESTRICT x, Peaks& peaks) {
+    const int block = hadamard_block(dim);
+    for (int i = 0; i < dim; i += block) {
+        switch (block / kLanes) {
+            case 4: rotate_vectors<4, From, Window>(data, at + i, x + i, peaks); break;
+            case 8: rotate_vectors<8, From, Window>(data, at + i, x + i, peaks); break;
+            default: rotate_block<From, Window>(data, at + i, block, x + i, peaks);
+        }
+    }
 }
 
 template <class From, class Window, bool kRotate>
 bool take_rows(const InputRows& input, int count, int dim, float* HWY_RESTRICT rows) {
-    const F32 d;
-    const I32 di;
-    const int lanes = static_cast<int>(hn::Lanes(d));
-    VI peak_in = hn::Zero(di), peak = hn::Zero(di);
-    for (int t = 0; t < count; ++t) {
-        float* x = rows + static_cast<int64_t>(t) * dim;
-        const int64_t at = input.at + t * input.stride;
-        if (input.ahead > 0) prefetch(From::address(input.data, at + input.ahead), dim * From::kBytes);
+    const void* data = input.data;
+    int64_t at = input.at;
+    Ahead ahead(input.ahead);
+    Peaks peaks{hn::Zero(I32()), hn::Zero(I32())};
+    for (int t = 0; t < count; ++t, at += input.stride, rows += dim) {
+        ahead.fetch<From>(data, dim);
         if constexpr (kRotate) {
-            for (int i = 0; i < dim; i += lanes) {
-                const VF v = From::load(input.data, at + i);
-                peak_in = hn::Max(peak_in, magnitude(v));
-                hn::StoreU(v, d, x + i);
-            }
-            transform(x, dim);
-        }
-        for (int i = 0; i < dim; i += lanes) {
-            VF v = kRotate ? hn::LoadU(d, x + i) : From::load(input.data, at + i);
-            if constexpr (kRotate || !std::is_same_v<From, Window>) v = round_through<Window>(v);
-            peak = hn::Max(peak, magnitude(v));
-            hn::StoreU(v, d, x + i);
+            rotate_row<From, Window>(data, at, dim, rows, peaks);
+        } else {
+            take_row<From, Window>(data, at, dim, rows, peaks);
         }
     }
-    return !any_at_least(peak_in, kSafePeakBits) && !any_at_least(peak, kInfinityBits);
+    return !any_at_least(peaks.in, kSafePeakBits) && !any_at_least(peaks.stored, kInfinityBits);
 }
 
 template <class From, bool kRotate>

@@ -8,18 +8,25 @@
 
 namespace kivi::cpu {
 
+// Rows in the order [token][head]: the first from element `at` on. heads 0: none.
+struct Stripe {
+    int64_t at = 0, token_stride = 0, head_stride = 0;
+    int heads = 0;
+};
+
 // Rows of the caller, `stride` elements apart, the first from element `at` on.
 struct InputRows {
     const void* data;
     int32_t dtype;
     int64_t at, stride;
-    int64_t ahead = 0;  // elements from a row to the one that is fetched into the cache beside it; 0: none
+    Stripe ahead{};  // beside each row that is taken, one of these is fetched into the second-level cache
 };
 
 struct RowKernels {
     // `count` stored rows in fp32. False: a value is not finite, saturates or is huge, and the plain path must
     // take these rows.
-    bool (*take)(const InputRows& input, int count, int dim, int32_t transform, int32_t window_dtype, float* x);
+    bool (*take)(const InputRows& input, int count, int dim, int32_t transform, int32_t window_dtype,
+                 float* x);
     // From memory in the window dtype. False: a value is not finite (x is right all the same).
     bool (*load)(const uint8_t* from, int32_t window_dtype, int dim, float* x);
     // Values that the window dtype holds exactly, to memory in it.
