@@ -65,7 +65,7 @@ void bind_records(py::module_& module) {
         .field("blocks_used", &Statistics::blocks_used, "of the whole cache, whatever the layer")
         .field("blocks_free", &Statistics::blocks_free, "of the whole cache, whatever the layer")
         .field("saturated_rows", &Statistics::saturated_rows,
-               "rows whose Hadamard left the range of the window dtype and were clamped")
+               "rows with finite values beyond the range of the window dtype, which were clamped")
         .field(
             "key_rounding", [](const Statistics& s) { return word_of(kRoundings, s.key_rounding); },
             "the rounding that packs keys now: 'nearest' or 'query_aware'")
