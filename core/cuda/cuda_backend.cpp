@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/decode.h"
 #include "cuda/device.h"
 #include "cuda/launch.h"
 #include "format/error.h"
@@ -112,6 +113,31 @@ int checked_device(int32_t device) {
     return device;
 }
 
+int attribute_of(int device, cudaDeviceAttr attribute) {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, attribute, device), "asking the device");
+    return value;
+}
+
+// 0 where there is no such device: sizes can be asked for anywhere.
+int32_t capability_of(int device) {
+    if (device < 0 || device >= device_count()) return 0;
+    return 10 * attribute_of(device, cudaDevAttrComputeCapabilityMajor) +
+           attribute_of(device, cudaDevAttrComputeCapabilityMinor);
+}
+
+// What a tensor of a layer is, without memory.
+TensorStore store_of(const Model& model, const kivi_layer& layer, Part part) {
+    TensorStore store;
+    store.part = part;
+    store.heads = layer.kv_heads;
+    store.dim = dim_of(layer, part);
+    store.window_dtype = model.window_dtype;
+    store.windows = model.windows;
+    store.order = {Order::canonical, store.dim, spec_of(layer, part)};
+    return store;
+}
+
 class CudaBackend final : public Backend {
   public:
     explicit CudaBackend(const Model& model)
@@ -120,6 +146,7 @@ class CudaBackend final : public Backend {
             throw Error(KIVI_ERROR_UNSUPPORTED, "CUDA device " + std::to_string(device_) +
                                                     ": this build has code for " + architectures() + " only");
         }
+        multiprocessors_ = attribute_of(device_, cudaDevAttrMultiProcessorCount);
         prepare_write();
         prepare_attend();
         check_launch("preparing kernels");
@@ -183,7 +210,9 @@ class CudaBackend final : public Backend {
     }
 
     size_t attend_workspace(int layer, int32_t rows, int32_t max_count) const override {
-        return cuda::attend_workspace(layers_[layer].args, rows, max_count);
+        const LayerMemory& at = layers_[layer];
+        const size_t general = cuda::attend_workspace(at.args, rows, max_count);
+        return at.fast ? std::max(general, decode_workspace(at.args, multiprocessors_)) : general;
     }
 
     void attend(const AttendCall& call) const override {
@@ -208,7 +237,11 @@ class CudaBackend final : public Backend {
         args.learned_sinks = call.learned_sinks;
         args.workspace = static_cast<float*>(call.workspace);
         for_each_portion(call.rows, args.batch, [&] {
-            cuda::attend(args, stream_of(call.stream));
+            if (layers_[call.layer].fast && (call.flags & KIVI_ATTEND_INVARIANT) == 0 && decode_takes(args)) {
+                decode(args, multiprocessors_, stream_of(call.stream));
+            } else {
+                cuda::attend(args, stream_of(call.stream));
+            }
             check_launch("attend");
         });
     }
@@ -432,6 +465,7 @@ class CudaBackend final : public Backend {
   private:
     struct LayerMemory {
         Layer args;  // what kernels are given
+        bool fast = false;  // decode.h has a kernel
         Memory pages, windows, moments, feedback;
         mutable std::atomic<int64_t> saturated_rows{0};  // as last read
     };
@@ -528,12 +562,7 @@ class CudaBackend final : public Backend {
         uint8_t* window = layer.windows.as();
         for (Part part : {Part::key, Part::value}) {
             TensorStore& store = part == Part::key ? args.key : args.value;
-            store.part = part;
-            store.heads = shape.kv_heads;
-            store.dim = dim_of(shape, part);
-            store.window_dtype = model_.window_dtype;
-            store.windows = model_.windows;
-            store.order = page_order(spec_of(shape, part), store.dim);
+            store = store_of(model_, shape, part);
             store.tail_rows = tail_capacity(model_.windows, part);
             store.pages = layer.pages.as();
             store.page_bytes = page_bytes(shape, model_.window_dtype);
@@ -544,11 +573,17 @@ class CudaBackend final : public Backend {
             store.tail = window;
             window += rows * store.tail_rows * store.row_bytes();
         }
+        layer.fast = decode_serves(args.key, args.value, capability_of(device_));
+        if (layer.fast) {
+            args.key.order.order = args.value.order.order = Order::fragment;
+            prepare_decode(args.key, args.value);
+        }
     }
 
     const Model model_;
     const int device_;
     Current guard_;
+    int32_t multiprocessors_ = 0;
     std::unique_ptr<OwnStream> own_;
     Memory state_, staging_;
     mutable std::mutex staging_mutex_;
@@ -595,13 +630,20 @@ PathInfo path(const Model& model, const kivi_layer& layer) {
         info.reason = "kv_heads is " + std::to_string(layer.kv_heads) + "; on CUDA it must be at most 32767";
         return info;
     }
-    info.attend_path = KIVI_PATH_GENERAL;
+    info.reason = why_not_decode(store_of(model, layer, Part::key), store_of(model, layer, Part::value),
+                                 capability_of(model.device_id));
+    info.attend_path = info.reason.empty() ? KIVI_PATH_FAST : KIVI_PATH_GENERAL;
     info.pack_path = KIVI_PATH_FAST;
-    info.reason = "no kernel is made for this pair of specs";
     return info;
 }
 
-uint64_t layout_version(const Model&) { return kLayoutVersion; }
+// Canonical unless some layer has pages in the fragment order.
+uint64_t layout_version(const Model& model) {
+    for (size_t i = 0; i < model.layers.size(); ++i) {
+        if (model.has(static_cast<int>(i)) && path(model, model.layers[i]).attend_path == KIVI_PATH_FAST) return kFragmentVersion;
+    }
+    return 0;
+}
 
 std::unique_ptr<Backend> create(const Model& model) { return std::make_unique<CudaBackend>(model); }
 

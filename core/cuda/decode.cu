@@ -1,0 +1,127 @@
+// Chooses the instance of the fast kernel and launches it.
+#include "cuda/decode.h"
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <chrono>
+
+#include "cuda/decode_instances.h"
+#include "cuda/decode_kernel.cuh"
+
+namespace kivi::cuda {
+namespace {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr int32_t kBulkCopies = 90;    // compute capability from which on they exist
+constexpr int64_t kMaxTokens = 1 << 24;  // places on the line of work are 32-bit
+
+int value_group(const TensorStore& value) {
+    return value.spec().group == KIVI_GROUP_HEAD ? value.dim : value.spec().group;
+}
+
+template <class C>
+bool fits(const TensorStore& key, const TensorStore& value) {
+    return key.dim == C::kDim && value.dim == C::kDim && (key.window_dtype == KIVI_BF16) == C::kBf16 &&
+           key.spec().bits == C::kKeyBits && value.spec().bits == C::kValueBits &&
+           key.spec().group == C::kKeyGroup && value_group(value) == C::kDim / C::kValueGroups;
+}
+
+// visit(Config) for the layer's instance; false if there is none.
+template <class Visit>
+bool with_instance(const TensorStore& key, const TensorStore& value, const Visit& visit) {
+#define KIVI_VISIT_INSTANCE(...)                     \
+    if (fits<fast::Config<__VA_ARGS__>>(key, value)) { \
+        visit(fast::Config<__VA_ARGS__>{});          \
+        return true;                                 \
+    }
+    KIVI_DECODE_INSTANCES(KIVI_VISIT_INSTANCE)
+#undef KIVI_VISIT_INSTANCE
+    return false;
+}
+
+// A number that no other launch of any process is likely to have had.
+uint64_t next_launch() {
+    static const uint64_t seed = static_cast<uint64_t>(std::chrono::system_clock::now().time_since_epoch().count());
+    static std::atomic<uint64_t> count{0};
+    uint64_t x = (seed ^ reinterpret_cast<uintptr_t>(&count)) + 0x9E3779B97F4A7C15u * ++count;
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+    return (x ^ x >> 31) | 1;
+}
+
+bool aligned(const View& view) {
+    return reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.token_stride % 8 == 0 &&
+           view.head_stride % 8 == 0 && (view.ragged || view.row_stride % 8 == 0);
+}
+
+}  // namespace
+
+const char* why_not_decode(const TensorStore& key, const TensorStore& value, int32_t capability) {
+    const kivi_spec& k = key.spec();
+    const kivi_spec& v = value.spec();
+    if (capability < kBulkCopies) return "the fast kernel needs compute capability 9.0";
+    if (k.bits == 16 || v.bits == 16 || k.axis != KIVI_AXIS_CHANNEL || v.axis != KIVI_AXIS_TOKEN) {
+        return "the fast kernel needs keys by channel and values by token";
+    }
+    if (k.param_dtype == KIVI_F32 || v.param_dtype == KIVI_F32) return "the fast kernel needs scales in f16";
+    if (key.windows.schedule != KIVI_SCHEDULE_ROLLING) return "the fast kernel needs the rolling schedule";
+    if (!with_instance(key, value, [](auto) {})) {
+        return "no fast kernel is made for these bits, groups, head dims and window dtype";
+    }
+    return "";
+}
+
+bool decode_serves(const TensorStore& key, const TensorStore& value, int32_t capability) {
+    return *why_not_decode(key, value, capability) == 0;
+}
+
+bool decode_takes(const AttendArgs& args) {
+    const Layer& layer = args.layer;
+    const int64_t rows = static_cast<int64_t>(layer.q_heads / layer.key.heads) * args.batch.max_count;
+    if (rows > 8 || args.k || args.v || args.soft_cap != 0 || args.window_left >= 0 || args.learned_sinks != nullptr) {
+        return false;
+    }
+    if (args.q.dtype != layer.key.window_dtype || args.out.dtype != layer.key.window_dtype) return false;
+    if (!aligned(args.q) || !aligned(args.out)) return false;
+    if (args.batch.size * static_cast<int64_t>(layer.key.heads) * layer.max_tokens > int64_t{64} * kMaxTokens) {
+        return false;
+    }
+    if (args.batch.on_device) return args.batch.counts == nullptr || args.batch.max_count == 1;
+    for (int32_t i = 0; i < args.batch.size; ++i) {
+        const int32_t count = args.batch.rows[i].count;
+        if (count != 0 && count != args.batch.max_count) return false;
+    }
+    return true;
+}
+
+void prepare_decode(const TensorStore& key, const TensorStore& value) {
+    with_instance(key, value, [](auto config) {
+        using C = decltype(config);
+        cudaFuncSetAttribute(fast::decode_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(sizeof(fast::SharedStorage<C>)));
+    });
+}
+
+size_t decode_workspace(const Layer& layer, int32_t multiprocessors) {
+    size_t bytes = 0;
+    with_instance(layer.key, layer.value, [&](auto config) { bytes = decltype(config)::workspace(multiprocessors); });
+    return bytes;
+}
+
+void decode(const AttendArgs& args, int32_t multiprocessors, Stream stream) {
+    with_instance(args.layer.key, args.layer.value, [&](auto config) {
+        using C = decltype(config);
+        fast::DecodeArgs p;
+        p.attend = args;
+        p.launch = next_launch();
+        p.flags = reinterpret_cast<uint64_t*>(args.workspace);
+        // Rows of floats begin at multiples of 16 bytes: there are two flags a block.
+        p.partials = reinterpret_cast<float*>(p.flags + 2 * multiprocessors);
+        p.spills = p.partials + size_t(multiprocessors) * 2 * C::kPartialFloats;
+        p.scale_log2 = args.scale * kLog2E;
+        fast::decode_kernel<C><<<multiprocessors, C::kThreads, sizeof(fast::SharedStorage<C>), stream>>>(p);
+    });
+}
+
+}  // namespace kivi::cuda

@@ -1,0 +1,20 @@
+// Attention of few query rows over the fragment order of pages: what the host calls.
+#pragma once
+#include "cuda/launch.h"
+
+namespace kivi::cuda {
+
+// Whether the layer has a kernel on GPUs of this compute capability (10 * major + minor). Its pages then stand in
+// the fragment order.
+bool decode_serves(const TensorStore& key, const TensorStore& value, int32_t capability);
+// The same in words: "" or what is missing.
+const char* why_not_decode(const TensorStore& key, const TensorStore& value, int32_t capability);
+
+// Whether a call on such a layer can be taken: a few rows of the window dtype, aligned, plain softmax.
+bool decode_takes(const AttendArgs& args);
+
+void prepare_decode(const TensorStore& key, const TensorStore& value);
+size_t decode_workspace(const Layer& layer, int32_t multiprocessors);
+void decode(const AttendArgs& args, int32_t multiprocessors, Stream stream);
+
+}  // namespace kivi::cuda

@@ -1,0 +1,189 @@
+// The order of codes in which tensor cores want them: a warp reads its operands of mma.m16n8k16 as whole 16-byte
+// vectors, and one AND (and a shift for some) makes an operand of two codes. Pure functions of both sides.
+//
+//   K part   per key group:  2 dim bytes scales | 2 dim bytes mins | blocks of 32 tokens: codes
+//   V part   blocks of 32 tokens:  codes | per value group 32 scales | per value group 32 mins
+//
+// A block of 32 tokens is two units of 16; a unit has dim / 16 operands of 16 rows ("steps": k-steps of the keys,
+// row tiles of the values). A 32-bit word of a lane's vector is one register of several operands: each operand has
+// one field in both half words. A field in place is the fp16 (subnormal) number code * 2^(field's bit) * 2^-24.
+//
+//   2 bits   15 14 | 13 12 | 11 10 |  9  8 |  7  6 |  5  4 |  3  2 |  1  0       4 bits  15..12 | 11..8 | 7..4 | 3..0
+//   field        7 |     6 |     5 |     4 |     3 |     2 |     1 |     0                    3 |     2 |    1 |    0
+//   power        6 |     4 |     2 |     0 |     6 |     4 |     2 |     0   (log2)           4 |     0 |    4 |    0
+//            after >> 8                    |                                     after >> 8     |
+//
+//   3 bits   15 | 14 13 12 | 11 10 9 | 8 7 6 | 5 4 3 | 2 1 0       three half words hold sixteen codes of a lane:
+//   field     x |        4 |       3 |     2 |     1 |     0       five each, and one in the three bits x
+//   power     6 |        3 |       0 |     6 |     3 |     0
+//                      after >> 9    |
+//
+// A step has the same power in both units, so that it can be divided out of the query once.
+#pragma once
+#include <cstdint>
+
+#include "format/layout.h"
+#include "format/quantize.h"
+
+namespace kivi::cuda {
+
+constexpr int kBlockTokens = 32;
+constexpr int kVectorBytes = 512;  // 16 bytes a lane
+
+KIVI_HOST_DEVICE constexpr int fields_of(int bits) { return bits == 3 ? 5 : 16 / bits; }
+
+// Operands of a block are numbered unit * steps + step. Which one stands in a field of a vector; at 3 bits (dim 128)
+// number 15 is the one in the bits x of all three vectors.
+KIVI_HOST_DEVICE constexpr int operand_of(int bits, int vector, int field) {
+    const int number = fields_of(bits) * vector + field;
+    if (bits != 3 || number < 10 || number > 12) return number;
+    return number == 12 ? 10 : number + 1;
+}
+KIVI_HOST_DEVICE constexpr int field_bit(int bits, int field) { return bits * field; }
+constexpr int kSpareOperand = 15, kSpareBit = 15, kSparePower = 6;
+
+// Vector and field of an operand; the inverse of operand_of.
+KIVI_HOST_DEVICE constexpr int slot_of(int bits, int number) {
+    if (bits != 3 || number < 10 || number > 12) return number;
+    return number == 10 ? 12 : number - 1;
+}
+KIVI_HOST_DEVICE constexpr int vector_of(int bits, int number) { return slot_of(bits, number) / fields_of(bits); }
+KIVI_HOST_DEVICE constexpr int field_of(int bits, int number) { return slot_of(bits, number) % fields_of(bits); }
+
+// log2 of the power of two that the codes of a step carry as operands, in either unit.
+KIVI_HOST_DEVICE constexpr int step_power(int bits, int step) {
+    const int in_place = bits == 3 ? 3 : 8 / bits;
+    return bits * (field_of(bits, step) % in_place);
+}
+
+// Where a code is: the operand (unit and step) and its place in it. lane = 4 * row + column; `word` is the register
+// of the operand, `half` the half word.
+struct Fragment {
+    int unit, step, lane, word, half;
+};
+
+// Keys are rows of the operand, channels its depth. A lane reads eight consecutive channels of q, scales, mins and
+// 16-bit keys as one vector.
+//   token   = 8 * (row / 2) + 4 * (word % 2) + 2 * unit + row % 2        (of 32)
+//   channel = 32 * (step / 2) + 8 * column + 4 * (word / 2) + 2 * (step % 2) + half
+// Values: channels are rows, tokens the depth.
+//   token   = 8 * column + 4 * (word / 2) + 2 * unit + half
+//   channel = 32 * (step / 2) + 4 * row + 2 * (step % 2) + word % 2
+KIVI_HOST_DEVICE inline Fragment fragment_at(bool keys, int token, int channel) {
+    Fragment at;
+    at.unit = token / 2 % 2;
+    at.step = 2 * (channel / 32) + channel / 2 % 2;
+    if (keys) {
+        at.lane = 4 * (2 * (token / 8 % 4) + token % 2) + channel / 8 % 4;
+        at.word = token / 4 % 2 + 2 * (channel / 4 % 2);
+        at.half = channel % 2;
+    } else {
+        at.lane = 4 * (channel / 4 % 8) + token / 8 % 4;
+        at.word = channel % 2 + 2 * (token / 4 % 2);
+        at.half = token % 2;
+    }
+    return at;
+}
+KIVI_HOST_DEVICE inline int token_at(bool keys, const Fragment& at) {
+    const int row = at.lane / 4, column = at.lane % 4;
+    return keys ? 8 * (row / 2) + 4 * (at.word % 2) + 2 * at.unit + row % 2
+                : 8 * column + 4 * (at.word / 2) + 2 * at.unit + at.half;
+}
+KIVI_HOST_DEVICE inline int channel_at(bool keys, const Fragment& at) {
+    const int row = at.lane / 4, column = at.lane % 4;
+    return keys ? 32 * (at.step / 2) + 8 * column + 4 * (at.word / 2) + 2 * (at.step % 2) + at.half
+                : 32 * (at.step / 2) + 4 * row + 2 * (at.step % 2) + at.word % 2;
+}
+
+// Sizes of one tensor's part.
+struct FragmentSizes {
+    int code_bytes;    // of a block
+    int param_bytes;   // of a key group, or of a block of values
+    int group_blocks;  // blocks that share parameters: of a key group; 1
+    int value_groups;  // side by side
+    KIVI_HOST_DEVICE constexpr FragmentSizes(const kivi_spec& spec, int dim)
+        : code_bytes(kBlockTokens * dim * spec.bits / 8),
+          param_bytes(spec.axis == KIVI_AXIS_CHANNEL
+                          ? 4 * dim
+                          : 4 * kBlockTokens * (spec.group == KIVI_GROUP_HEAD ? 1 : dim / spec.group)),
+          group_blocks(spec.axis == KIVI_AXIS_CHANNEL ? spec.group / kBlockTokens : 1),
+          value_groups(spec.axis == KIVI_AXIS_CHANNEL ? 0 : param_bytes / (4 * kBlockTokens)) {}
+    KIVI_HOST_DEVICE constexpr int group_bytes() const { return param_bytes + group_blocks * code_bytes; }
+    // Of the block's codes, in the part.
+    KIVI_HOST_DEVICE constexpr int codes(bool keys, int block) const {
+        return block / group_blocks * group_bytes() + (keys ? param_bytes : 0) + block % group_blocks * code_bytes;
+    }
+};
+
+// Specs that have this order: see decode_instances.h. PageOrder and the functions are those of page_order.h.
+template <class PageOrder>
+struct FragmentOrderOf {
+    // `tokens` is a multiple of 32 here, and so is `first` below.
+    KIVI_HOST_DEVICE static int pieces(const PageOrder& order, int tokens) {
+        return FragmentSizes(order.spec, order.dim).code_bytes / 4 * (tokens / kBlockTokens);
+    }
+
+    // One word: register i % 4 of lane i / 4 % 32 of all operands of vector i / 128.
+    template <int BITS, class Code>
+    KIVI_HOST_DEVICE static void write(const PageOrder& order, uint8_t* part, int first, int i, const Code& code) {
+        const bool keys = is_keys(order);
+        const FragmentSizes sizes(order.spec, order.dim);
+        const int words = sizes.code_bytes / 4, block = i / words, in_block = i % words;
+        const int vector = in_block / (kVectorBytes / 4), steps = order.dim / 16;
+        Fragment at;
+        at.lane = in_block / 4 % 32;
+        at.word = in_block % 4;
+        const auto of = [&](int number, int half) {
+            at.unit = number / steps, at.step = number % steps, at.half = half;
+            return static_cast<uint32_t>(code(block * kBlockTokens + token_at(keys, at), channel_at(keys, at)));
+        };
+        uint32_t word = 0;
+        for (int half = 0; half < 2; ++half) {
+            for (int field = 0; field < fields_of(BITS); ++field) {
+                word |= of(operand_of(BITS, vector, field), half) << (field_bit(BITS, field) + 16 * half);
+            }
+            if (BITS == 3) word |= (of(kSpareOperand, half) >> vector & 1) << (kSpareBit + 16 * half);
+        }
+        *reinterpret_cast<uint32_t*>(part + sizes.codes(keys, first / kBlockTokens + block) + 4 * in_block) = word;
+    }
+
+    KIVI_HOST_DEVICE static int code(const PageOrder& order, const uint8_t* part, int token, int channel) {
+        const bool keys = is_keys(order);
+        const int bits = order.spec.bits;
+        const Fragment at = fragment_at(keys, token % kBlockTokens, channel);
+        const uint8_t* const half = part + FragmentSizes(order.spec, order.dim).codes(keys, token / kBlockTokens) +
+                                    at.lane * 16 + at.word * 4 + at.half * 2;
+        const auto word = [&](int vector) {
+            return static_cast<unsigned>(*reinterpret_cast<const uint16_t*>(half + vector * kVectorBytes));
+        };
+        const int number = at.unit * (order.dim / 16) + at.step;
+        if (bits == 3 && number == kSpareOperand) {
+            return static_cast<int>(word(0) >> kSpareBit | word(1) >> kSpareBit << 1 | word(2) >> kSpareBit << 2);
+        }
+        const unsigned mask = (1u << bits) - 1;
+        return static_cast<int>(word(vector_of(bits, number)) >> field_bit(bits, field_of(bits, number)) & mask);
+    }
+
+    KIVI_HOST_DEVICE static int64_t scale(const PageOrder& order, int token, int channel) {
+        return param(order, token, channel, false);
+    }
+    KIVI_HOST_DEVICE static int64_t min(const PageOrder& order, int token, int channel) {
+        return param(order, token, channel, true);
+    }
+
+  private:
+    KIVI_HOST_DEVICE static bool is_keys(const PageOrder& order) { return order.spec.axis == KIVI_AXIS_CHANNEL; }
+
+    KIVI_HOST_DEVICE static int64_t param(const PageOrder& order, int token, int channel, bool min) {
+        const FragmentSizes sizes(order.spec, order.dim);
+        const int block = token / kBlockTokens;
+        if (is_keys(order)) {
+            return block / sizes.group_blocks * sizes.group_bytes() + (min ? 2 * order.dim : 0) + 2 * channel;
+        }
+        const int group = channel / (order.dim / sizes.value_groups);
+        return sizes.codes(false, block) + sizes.code_bytes + ((min ? sizes.value_groups : 0) + group) * 2 * kBlockTokens +
+               token % kBlockTokens * 2;
+    }
+};
+
+}  // namespace kivi::cuda

@@ -1,0 +1,328 @@
+// The fast attention of a GPU against the CPU: every instance, ragged lengths, rings that wrap, several query tokens,
+// replayed graphs.
+#define DOCTEST_CONFIG_IMPLEMENT
+#include <cmath>
+#include <string>
+
+#include "format/half.h"
+#include "gpu_support.h"
+
+using namespace gpu_test;
+
+namespace {
+
+struct Instance {
+    const char* name;
+    int dim, key_bits, value_bits, key_group, value_group;
+};
+
+const Instance kInstances[] = {
+    {"2/2 g32", 128, 2, 2, 32, 32},
+    {"2/2 g64", 128, 2, 2, 64, 64},
+    {"2/2 g128", 128, 2, 2, 128, KIVI_GROUP_HEAD},
+    {"3/2 g64", 128, 3, 2, 64, 64},
+    {"3/2 g32", 128, 3, 2, 32, 32},
+    {"4/2 g64", 128, 4, 2, 64, 64},
+    {"4/2 g32", 128, 4, 2, 32, 32},
+    {"4/4 g32", 128, 4, 4, 32, 32},
+    {"2/2 g32 dim 64", 64, 2, 2, 32, 32},
+    {"4/2 g64 dim 64", 64, 4, 2, 64, 64},
+    {"4/4 g32 dim 64", 64, 4, 4, 32, 32},
+};
+
+kivi_spec spec_of(int bits, int axis, int group, bool rotated) {
+    kivi_spec spec{};
+    spec.bits = bits;
+    spec.axis = axis;
+    spec.group = group;
+    spec.transform = rotated ? KIVI_TRANSFORM_HADAMARD : KIVI_TRANSFORM_NONE;
+    return spec;
+}
+
+// f16 memory on the host and on the device with the same contents.
+class Halfs {
+  public:
+    explicit Halfs(const std::vector<float>& values) : host(values.size()) {
+        for (size_t i = 0; i < values.size(); ++i) host[i] = kivi::f32_to_f16(values[i]);
+        CUDA_OK(cudaMalloc(&device_, host.size() * 2 + 16));
+        upload();
+    }
+    explicit Halfs(int64_t count) : Halfs(std::vector<float>(count, -7.0f)) {}
+    ~Halfs() { cudaFree(device_); }
+    Halfs(const Halfs&) = delete;
+    void upload() {
+        CUDA_OK(cudaMemcpy(device_, host.data(), host.size() * 2, cudaMemcpyHostToDevice));
+        CUDA_OK(cudaDeviceSynchronize());
+    }
+    void set(const std::vector<float>& values) {
+        for (size_t i = 0; i < values.size(); ++i) host[i] = kivi::f32_to_f16(values[i]);
+        upload();
+    }
+    std::vector<float> values() const { return floats(host); }
+    std::vector<float> download() const {
+        std::vector<uint16_t> bits(host.size());
+        CUDA_OK(cudaMemcpy(bits.data(), device_, bits.size() * 2, cudaMemcpyDeviceToHost));
+        return floats(bits);
+    }
+    kivi_tensor view(int32_t device, std::initializer_list<int64_t> shape) {
+        kivi_tensor tensor{};
+        tensor.data = device == KIVI_CPU ? static_cast<void*>(host.data()) : device_;
+        tensor.dtype = KIVI_F16;
+        tensor.device = device;
+        tensor.rank = static_cast<int32_t>(shape.size());
+        int64_t stride = 1;
+        for (int axis = tensor.rank - 1; axis >= 0; --axis) {
+            tensor.shape[axis] = shape.begin()[axis];
+            tensor.stride[axis] = stride;
+            stride *= shape.begin()[axis];
+        }
+        return tensor;
+    }
+    std::vector<uint16_t> host;
+
+  private:
+    static std::vector<float> floats(const std::vector<uint16_t>& bits) {
+        std::vector<float> x(bits.size());
+        for (size_t i = 0; i < x.size(); ++i) x[i] = kivi::f16_to_f32(bits[i]);
+        return x;
+    }
+    void* device_ = nullptr;
+};
+
+struct Serving {
+    int kv_heads, q_heads, sequences, sink, recent, flush, max_tokens;
+    bool rotated_keys, rotated_values;
+};
+
+kivi_config config_for(const Instance& instance, const Serving& shape) {
+    kivi_config config;
+    kivi_config_init(&config, sizeof config);
+    config.layer_count = 1;
+    config.layer.kv_heads = shape.kv_heads;
+    config.layer.q_heads = shape.q_heads;
+    config.layer.key_dim = config.layer.value_dim = instance.dim;
+    config.layer.k = spec_of(instance.key_bits, KIVI_AXIS_CHANNEL, instance.key_group, shape.rotated_keys);
+    config.layer.v = spec_of(instance.value_bits, KIVI_AXIS_TOKEN, instance.value_group, shape.rotated_values);
+    config.max_sequences = shape.sequences;
+    config.max_tokens = shape.max_tokens;
+    config.sink = shape.sink;
+    config.recent = shape.recent;
+    config.flush = shape.flush;
+    config.threads = 8;
+    return config;
+}
+
+// The same tokens in both, and the same queries to both.
+class Pair {
+  public:
+    Pair(const Instance& instance, const Serving& shape)
+        : cpu(config_for(instance, shape), KIVI_CPU), gpu(config_for(instance, shape), KIVI_CUDA), dim(instance.dim),
+          shape(shape) {
+        kivi_support support{};
+        kivi_config config = config_for(instance, shape);
+        config.device = KIVI_CUDA;
+        KIVI_OK_(kivi_query_support(&config, 0, &support, sizeof support));
+        INFO(support.reason);
+        REQUIRE(support.attend_path == KIVI_PATH_FAST);
+    }
+
+    void append(int32_t sequence, int count) {
+        if (count == 0) return;
+        Floats k(numbers.rows(int64_t{1} * count * shape.kv_heads, dim)), v(numbers.rows(int64_t{1} * count * shape.kv_heads, dim));
+        const kivi_batch batch = batch_of(1, &sequence, nullptr, count);
+        for (Cache* cache : {&cpu, &gpu}) {
+            const kivi_tensor keys = k.view(cache->device, {1, count, shape.kv_heads, dim});
+            const kivi_tensor values = v.view(cache->device, {1, count, shape.kv_heads, dim});
+            KIVI_OK_(kivi_append(*cache, 0, &batch, &keys, &values, nullptr));
+        }
+        CUDA_OK(cudaDeviceSynchronize());
+    }
+
+    // Attends to all given sequences, compares out and LSE, and that a second call gives the same bits.
+    void compare(const std::vector<int32_t>& sequences, int count, float q_scale = 1.0f) {
+        CAPTURE(count);
+        CAPTURE(q_scale);
+        const int rows = static_cast<int>(sequences.size());
+        const int64_t heads = int64_t{1} * rows * count * shape.q_heads;
+        std::vector<float> queries = numbers.rows(heads, dim);
+        for (float& x : queries) x *= q_scale;
+        Halfs q(queries), out(heads * dim);
+        Floats lse(heads), wide(heads * dim), wide_lse(heads);
+        const kivi_batch batch = batch_of(rows, sequences.data(), nullptr, count);
+        kivi_attend_params params;
+        kivi_attend_params_init(&params, sizeof params);
+        const Workspace on_cpu(cpu, rows, count), on_gpu(gpu, rows, count);
+        {
+            const kivi_tensor in = q.view(KIVI_CPU, {rows, count, shape.q_heads, dim});
+            const kivi_tensor to = wide.view(KIVI_CPU, {rows, count, shape.q_heads, dim});
+            const kivi_tensor sums = wide_lse.view(KIVI_CPU, {rows, count, shape.q_heads});
+            params.lse = &sums;
+            KIVI_OK_(kivi_attend(cpu, 0, &batch, &in, &to, &params, on_cpu.data, on_cpu.bytes, nullptr));
+        }
+        std::vector<float> before;
+        for (int turn = 0; turn < 3; ++turn) {
+            const kivi_tensor in = q.view(KIVI_CUDA, {rows, count, shape.q_heads, dim});
+            const kivi_tensor to = out.view(KIVI_CUDA, {rows, count, shape.q_heads, dim});
+            const kivi_tensor sums = lse.view(KIVI_CUDA, {rows, count, shape.q_heads});
+            params.lse = &sums;
+            CUDA_OK(cudaMemset(to.data, 0xFF, out.host.size() * 2));
+            KIVI_OK_(kivi_attend(gpu, 0, &batch, &in, &to, &params, on_gpu.data, on_gpu.bytes, nullptr));
+            CUDA_OK(cudaDeviceSynchronize());
+            const std::vector<float> result = out.download();
+            if (turn > 0) CHECK(result == before);
+            before = result;
+        }
+        CHECK(relative_error(before, wide.host) < 3e-3);
+        const std::vector<float> sums = lse.download();
+        double worst = 0;
+        for (size_t i = 0; i < sums.size(); ++i) {
+            if (std::isinf(wide_lse.host[i])) {
+                CHECK(sums[i] == wide_lse.host[i]);
+            } else {
+                worst = std::fmax(worst, std::fabs(double(sums[i]) - wide_lse.host[i]) / std::fmax(1.0, std::fabs(wide_lse.host[i])));
+            }
+        }
+        CHECK(worst < 2e-3);
+        double worst_row = 0;
+        for (int64_t row = 0; row < heads; ++row) {
+            const std::vector<float> a(before.begin() + row * dim, before.begin() + (row + 1) * dim);
+            const std::vector<float> b(wide.host.begin() + row * dim, wide.host.begin() + (row + 1) * dim);
+            worst_row = std::fmax(worst_row, relative_error(a, b));
+        }
+        CHECK(worst_row < 1e-2);
+    }
+
+    Cache cpu, gpu;
+    const int dim;
+    const Serving shape;
+    Numbers numbers{17};
+};
+
+}  // namespace
+
+TEST_CASE("every instance: ragged lengths, sinks and tails, ratios, query tokens") {
+    for (const Instance& instance : kInstances) {
+        CAPTURE(instance.name);
+        const int unit = instance.key_group;
+        int turn = 0;
+        for (const Serving& shape : {Serving{2, 8, 6, 0, 0, unit, 3000, false, false}, Serving{2, 2, 6, unit, 96, unit, 3000, true, false},
+                                   Serving{1, 8, 6, 2 * unit, 72, unit, 3000, false, true}, Serving{3, 6, 6, unit, 5, unit, 3000, true, true}}) {
+            CAPTURE(turn++);
+            Pair pair(instance, shape);
+            const int lengths[] = {0, 3, 64, 333, 1000, 2900};
+            for (int s = 0; s < 6; ++s) pair.append(s, lengths[s]);
+            pair.compare({0, 1, 2, 3, 4, 5}, 1);
+            pair.compare({5}, 1, 0.01f);
+            pair.compare({4, 2, 0}, 1, 4.0f);
+            const int ratio = shape.q_heads / shape.kv_heads;
+            if (ratio <= 4) pair.compare({1, 3, 5, 4}, 2);
+            if (ratio <= 2) pair.compare({5, 1, 3, 2}, 4);
+            // The ring turns on.
+            for (int i = 0; i < 7; ++i) {
+                for (int s = 0; s < 6; ++s) pair.append(s, 1 + (s + i) % 5);
+                pair.compare({0, 1, 2, 3, 4, 5}, 1);
+            }
+        }
+    }
+}
+
+TEST_CASE("many short sequences, one long one, more blocks than visits") {
+    for (const Instance& instance : {kInstances[0], kInstances[3], kInstances[7]}) {
+        CAPTURE(instance.name);
+        Pair pair(instance, {8, 32, 40, instance.key_group, 96, instance.key_group, 20000, false, true});
+        std::vector<int32_t> all;
+        for (int s = 0; s < 40; ++s) {
+            pair.append(s, s == 11 ? 19000 : s * 37 % 700);
+            all.push_back(s);
+        }
+        pair.compare(all, 1);
+        pair.compare(all, 2);
+        pair.compare({11}, 1);
+        pair.compare({3, 11, 5}, 1);
+    }
+}
+
+TEST_CASE("a captured step replays while lengths advance, in a workspace that others write to") {
+    const Instance& instance = kInstances[3];
+    const Serving shape{2, 8, 2, 64, 64, 64, 900, false, true};
+    Pair pair(instance, shape);
+    pair.append(0, 300);
+    pair.append(1, 10);
+    const int rows = 2, dim = instance.dim, steps = 200;
+    const int32_t ids[] = {0, 1};
+    for (int32_t id : ids) KIVI_OK_(kivi_sequence_reserve(pair.gpu, id, 900, nullptr));
+    Halfs k(int64_t{rows} * shape.kv_heads * dim), v(int64_t{rows} * shape.kv_heads * dim);
+    Halfs q(int64_t{rows} * shape.q_heads * dim), out(int64_t{rows} * shape.q_heads * dim);
+    Floats wide(int64_t{rows} * shape.q_heads * dim);
+    const kivi_batch batch = batch_of(rows, ids, nullptr, 1);
+    const Workspace on_cpu(pair.cpu, rows, 1), on_gpu(pair.gpu, rows, 1);
+    const auto step = [&](const Cache& cache, const Workspace& workspace, kivi_stream stream) {
+        const kivi_tensor keys = k.view(cache.device, {rows, 1, shape.kv_heads, dim});
+        const kivi_tensor values = v.view(cache.device, {rows, 1, shape.kv_heads, dim});
+        const kivi_tensor queries = q.view(cache.device, {rows, 1, shape.q_heads, dim});
+        const kivi_tensor result = cache.device == KIVI_CPU ? wide.view(KIVI_CPU, {rows, 1, shape.q_heads, dim})
+                                                            : out.view(KIVI_CUDA, {rows, 1, shape.q_heads, dim});
+        KIVI_OK_(kivi_append(cache, 0, &batch, &keys, &values, stream));
+        KIVI_OK_(kivi_attend(cache, 0, &batch, &queries, &result, nullptr, workspace.data, workspace.bytes, stream));
+    };
+    cudaStream_t stream;
+    CUDA_OK(cudaStreamCreate(&stream));
+    CUDA_OK(cudaDeviceSynchronize());
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    step(pair.gpu, on_gpu, stream);
+    CUDA_OK(cudaStreamEndCapture(stream, &graph));
+    CUDA_OK(cudaGraphInstantiate(&exec, graph, 0));
+    for (int i = 0; i < steps; ++i) {
+        k.set(pair.numbers.rows(rows * shape.kv_heads, dim)), v.set(pair.numbers.rows(rows * shape.kv_heads, dim));
+        q.set(pair.numbers.rows(rows * shape.q_heads, dim));
+        if (i % 3 == 0) CUDA_OK(cudaMemset(on_gpu.data, i, on_gpu.bytes));
+        CUDA_OK(cudaDeviceSynchronize());
+        CUDA_OK(cudaGraphLaunch(exec, stream));
+        CUDA_OK(cudaStreamSynchronize(stream));
+        step(pair.cpu, on_cpu, nullptr);
+        CAPTURE(i);
+        CHECK(relative_error(out.download(), wide.host) < 3e-3);
+    }
+    KIVI_OK_(kivi_synchronize(pair.gpu, stream));
+    for (int32_t id : ids) CHECK(pair.gpu.blob(id, stream) == pair.cpu.blob(id));
+    CUDA_OK(cudaGraphExecDestroy(exec));
+    CUDA_OK(cudaGraphDestroy(graph));
+    CUDA_OK(cudaStreamDestroy(stream));
+}
+
+TEST_CASE("extremes: a key channel at 7000 with queries of 40, a value channel at 60000") {
+    for (const Instance& instance : {kInstances[0], kInstances[3], kInstances[7]}) {
+        CAPTURE(instance.name);
+        Pair pair(instance, {2, 8, 1, instance.key_group, 32, instance.key_group, 1200, false, false});
+        const int dim = instance.dim, count = 1000;
+        const int32_t sequence = 0;
+        std::vector<float> keys = pair.numbers.rows(count * 2, dim), values = pair.numbers.rows(count * 2, dim);
+        for (size_t i = 5; i < keys.size(); i += dim) keys[i] = 7000.0f + keys[i], values[i + 1] = 60000.0f;
+        Floats k(keys), v(values);
+        const kivi_batch batch = batch_of(1, &sequence, nullptr, count);
+        for (Cache* cache : {&pair.cpu, &pair.gpu}) {
+            const kivi_tensor of_keys = k.view(cache->device, {1, count, 2, dim});
+            const kivi_tensor of_values = v.view(cache->device, {1, count, 2, dim});
+            KIVI_OK_(kivi_append(*cache, 0, &batch, &of_keys, &of_values, nullptr));
+        }
+        CUDA_OK(cudaDeviceSynchronize());
+        pair.compare({0}, 1, 0.05f);
+        const int64_t heads = 8;
+        std::vector<float> queries(heads * dim, 40.0f);
+        Halfs q(queries), out(heads * dim);
+        const kivi_batch one = batch_of(1, &sequence, nullptr, 1);
+        const Workspace workspace(pair.gpu, 1, 1);
+        const kivi_tensor in = q.view(KIVI_CUDA, {1, 1, heads, dim}), to = out.view(KIVI_CUDA, {1, 1, heads, dim});
+        KIVI_OK_(kivi_attend(pair.gpu, 0, &one, &in, &to, nullptr, workspace.data, workspace.bytes, nullptr));
+        CUDA_OK(cudaDeviceSynchronize());
+        for (float x : out.download()) REQUIRE(std::isfinite(x));
+    }
+}
+
+int main(int argc, char** argv) {
+    if (!gpu_there()) return kSkipped;
+    doctest::Context context(argc, argv);
+    return context.run();
+}
