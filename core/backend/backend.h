@@ -140,7 +140,7 @@ class Backend {
 
     virtual int64_t saturated_rows(int layer) const = 0;  // since create or reset
     virtual void reset(kivi_stream stream) = 0;           // counters; lengths are the cache's
-    virtual void grow_pool(int64_t blocks, kivi_stream stream) = 0;
+    virtual void grow_pool(int64_t more, kivi_stream stream) = 0;  // blocks to add; contents stay
 };
 
 // What the registry knows of a kind of backend, before any cache exists.

@@ -84,7 +84,8 @@ class CpuBackend final : public Backend {
 
     size_t attend_workspace(int layer, int32_t rows, int32_t max_count) const override {
         if (model_.reference) return 0;
-        return cpu::attend_workspace(layers_[layer].store, model_.max_tokens, pool_.threads(), rows, max_count);
+        return cpu::attend_workspace(layers_[layer].store, model_.max_tokens, pool_.threads(), rows,
+                                     max_count);
     }
 
     void attend(const AttendCall& call) const override {
@@ -99,12 +100,14 @@ class CpuBackend final : public Backend {
         if (v) cpu::dequantize(store.value, row, begin, end, v, stored_basis);
     }
 
-    void export_page(int layer, Part part, int head, int32_t block, int64_t tokens, uint8_t* to) const override {
+    void export_page(int layer, Part part, int head, int32_t block, int64_t tokens,
+                     uint8_t* to) const override {
         const TensorStore& store = layers_[layer].store.part(part);
         export_part(store, store.page(block, head), tokens, to);
     }
 
-    void import_page(int layer, Part part, int head, int32_t block, int64_t tokens, const uint8_t* from) override {
+    void import_page(int layer, Part part, int head, int32_t block, int64_t tokens,
+                     const uint8_t* from) override {
         const TensorStore& store = layers_[layer].store.part(part);
         import_part(store, store.page(block, head), tokens, from);
     }
@@ -156,16 +159,15 @@ class CpuBackend final : public Backend {
         for (Layer& layer : layers_) layer.saturated_rows.store(0);
     }
 
-    void grow_pool(int64_t blocks, kivi_stream) override {
+    void grow_pool(int64_t more, kivi_stream) override {
         std::vector<Buffer> grown(layers_.size());
         for (size_t i = 0; i < layers_.size(); ++i) {
             if (!model_.has(static_cast<int>(i))) continue;
-            grown[i] = Buffer(arena_bytes(static_cast<int>(i), blocks), "pages");
+            grown[i] = Buffer(layers_[i].pages.size() + arena_bytes(static_cast<int>(i), more), "pages");
         }
         for (size_t i = 0; i < layers_.size(); ++i) {
             Layer& layer = layers_[i];
-            const uint64_t kept = std::min(layer.pages.size(), grown[i].size());
-            if (kept > 0) std::memcpy(grown[i].data(), layer.pages.data(), kept);
+            if (layer.pages.size() > 0) std::memcpy(grown[i].data(), layer.pages.data(), layer.pages.size());
             layer.pages = std::move(grown[i]);
             layer.store.key.pages = layer.store.value.pages = layer.pages.data();
         }
@@ -208,9 +210,9 @@ class CpuBackend final : public Backend {
             store.pages = layer.pages.data();
         }
         if (shape.k.rounding == KIVI_ROUND_QUERY_AWARE) {
-            layer.moments = Buffer(static_cast<uint64_t>(shape.kv_heads) * shape.key_dim * shape.key_dim *
-                                       sizeof(float),
-                                   "moments");
+            layer.moments =
+                Buffer(static_cast<uint64_t>(shape.kv_heads) * shape.key_dim * shape.key_dim * sizeof(float),
+                       "moments");
         }
     }
 
@@ -268,7 +270,8 @@ kivi_device_info query(int32_t) {
     info.device = KIVI_CPU;
     info.available = 1;
     info.threads = cores();
-    info.memory_bytes = static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+    info.memory_bytes =
+        static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
     std::strncpy(info.name, simd::target_name(simd::best_target()), sizeof info.name - 1);
     return info;
 }
@@ -295,8 +298,8 @@ std::unique_ptr<Backend> create(const Model& model) { return std::make_unique<Cp
 }  // namespace
 
 const BackendKind& backend_kind() {
-    static const BackendKind kind{KIVI_CPU, count, query, path, layout_version, scratch_bytes, create,
-                                  merge_parts};
+    static const BackendKind kind{KIVI_CPU,       count,         query,  path,
+                                  layout_version, scratch_bytes, create, merge_parts};
     return kind;
 }
 

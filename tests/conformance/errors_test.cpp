@@ -103,6 +103,16 @@ TEST_CASE("fault 112: an exhausted pool refuses the whole batch, and reserve mak
     roomy.append(0, tokens, 0, 300);
     CHECK(payload_in(cache.blob(2), 0) == payload_in(roomy.blob(), 0));
     check_attend(cache, {{2, 1}}, q);
+    // By one block: fewer than are there already.
+    const Bytes full = cache.blob(2);
+    REQUIRE(kivi_reserve(cache, 1025, nullptr) == KIVI_OK);
+    CHECK(cache.memory().blocks == 9);
+    CHECK(cache.blob(0) == a);
+    CHECK(cache.blob(1) == b);
+    CHECK(cache.blob(2) == full);
+    for (int layer : {0, 1}) cache.append(1, tokens, 0, 200, 0, layer);
+    CHECK(cache.blob(2) == full);
+    check_attend(cache, {{1, 1}}, q);
 }
 
 TEST_CASE("fault 113: a device that is not there is refused at create, and support says why") {
