@@ -1,10 +1,12 @@
 // Handles: a kivi_cache is a small slot that is not freed with its cache, so that a handle can be looked at
-// after its cache is gone. A pointer is a handle if it lies in our slots at the right place; nothing foreign is ever read.
+// after its cache is gone. A pointer is a handle if it lies in our slots at the right place; nothing foreign is
+// ever read.
 //
 //   slot  { use word | cache, NULL once destroyed }
 //   use   0 idle, n readers, kExclusive one call that has the cache to itself
 //
-// A destroyed slot is used again only after many others: a stale handle is refused, not taken for a new cache.
+// A destroyed slot is used again only after many others, so a stale handle is refused and not taken for a new
+// cache.
 #pragma once
 #include <atomic>
 #include <cstdint>

@@ -9,9 +9,9 @@ namespace kivi::cpu {
 namespace {
 
 struct Group {
-    int token, channel;      // of its first element
-    int tokens, channels;    // one of them is 1
-    int64_t code_begin;      // canonical offsets among the groups of the tokens at hand
+    int token, channel;    // of its first element
+    int tokens, channels;  // one of them is 1
+    int64_t code_begin;    // canonical offsets among the groups of the tokens at hand
     int64_t number;
 
     int size() const { return tokens * channels; }

@@ -18,7 +18,8 @@ void unpack_rows(const TensorStore& store, const uint8_t* part, int first, int c
             load_row_plain(part + (first + t) * store.row_bytes(), store.window_dtype, store.dim, x);
             continue;
         }
-        const int group = store.spec.axis == KIVI_AXIS_CHANNEL ? 1 : group_shape(store.spec, store.dim).channels;
+        const int group =
+            store.spec.axis == KIVI_AXIS_CHANNEL ? 1 : group_shape(store.spec, store.dim).channels;
         GroupParams params{};
         for (int c = 0; c < store.dim; ++c) {
             if (c % group == 0) {
@@ -35,7 +36,8 @@ void stored_row(const TensorStore& store, const Row& row, int head, int64_t posi
     if (position < windows.sink) {
         load_row_plain(store.sink_row(row.sequence, head, position), store.window_dtype, store.dim, x);
     } else if (position >= tail_begin(windows, row.after, store.part)) {
-        load_row_plain(store.tail_row(row.sequence, head, store.tail_slot(position)), store.window_dtype, store.dim, x);
+        load_row_plain(store.tail_row(row.sequence, head, store.tail_slot(position)), store.window_dtype,
+                       store.dim, x);
     } else {
         const int64_t slot = position - windows.sink;
         const int32_t block = row.blocks[slot / kPageTokens];

@@ -31,7 +31,8 @@ void accumulate_moments(const LayerStore& layer, Rows rows, const View& q, int k
         }
     }
     for (int i = 0; i < dim; ++i) {
-        for (int j = 0; j < i; ++j) sums[static_cast<int64_t>(j) * dim + i] = sums[static_cast<int64_t>(i) * dim + j];
+        for (int j = 0; j < i; ++j)
+            sums[static_cast<int64_t>(j) * dim + i] = sums[static_cast<int64_t>(i) * dim + j];
     }
 }
 

@@ -17,8 +17,8 @@ constexpr int kQueriesAtOnce = 8;  // query rows that share the reading of a key
 
 // One query of one query head, and its softmax so far: out = acc / sum, all scores relative to `max`.
 struct Query {
-    int64_t token = 0;         // in the row
-    int head = 0;              // query head
+    int64_t token = 0;             // in the row
+    int head = 0;                  // query head
     int64_t first = 0, last = -1;  // positions that it sees
     double max = -kInfinity;
     double sum = 0;
@@ -36,20 +36,22 @@ void set_range(const AttendCall& call, const Row& row, Query& query) {
 }
 
 void load_query(const LayerStore& layer, const AttendCall& call, const Row& row, Query& query) {
-    const int64_t at = origin(call.q, row) + query.token * call.q.token_stride + query.head * call.q.head_stride;
+    const int64_t at =
+        origin(call.q, row) + query.token * call.q.token_stride + query.head * call.q.head_stride;
     for (int c = 0; c < layer.key.dim; ++c) query.q[c] = load_element(call.q.data, call.q.dtype, at + c);
     if (rotated(layer.key)) hadamard(query.q, layer.key.dim);
     std::fill(query.acc, query.acc + layer.value.dim, 0.0);
 }
 
-void load_fresh(const TensorStore& store, const View& view, const Row& row, int head, int64_t token, double* x) {
+void load_fresh(const TensorStore& store, const View& view, const Row& row, int head, int64_t token,
+                double* x) {
     const int64_t at = origin(view, row) + token * view.token_stride + head * view.head_stride;
     for (int c = 0; c < store.dim; ++c) x[c] = load_element(view.data, view.dtype, at + c);
     if (rotated(store)) hadamard(x, store.dim);
 }
 
-void load_key_or_value(const TensorStore& store, const View& fresh, const Row& row, int head, int64_t position,
-                       double* x) {
+void load_key_or_value(const TensorStore& store, const View& fresh, const Row& row, int head,
+                       int64_t position, double* x) {
     const int64_t cached = row.after.length;
     if (position >= cached) return load_fresh(store, fresh, row, head, position - cached, x);
     float narrow[kMaxDim];

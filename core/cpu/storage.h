@@ -35,7 +35,8 @@ struct TensorStore {
     int64_t tail_slot(int64_t position) const { return (position - windows.sink) % tail_rows; }
 
     uint8_t* sink_row(int32_t sequence, int head, int64_t position) const {
-        return sink + ((static_cast<int64_t>(sequence) * heads + head) * windows.sink + position) * row_bytes();
+        return sink +
+               ((static_cast<int64_t>(sequence) * heads + head) * windows.sink + position) * row_bytes();
     }
     uint8_t* tail_row(int32_t sequence, int head, int64_t slot) const {
         return tail + ((static_cast<int64_t>(sequence) * heads + head) * tail_rows + slot) * row_bytes();

@@ -83,7 +83,9 @@ void ThreadPool::parallel(int64_t items, Task task, void* context) {
     next_.store(0, std::memory_order_relaxed);
     open_.store(++jobs_);
     if (asleep_.load() > 0) {
-        { std::lock_guard<std::mutex> lock(bed_->mutex); }  // a worker about to sleep has looked at open_ or will
+        {
+            std::lock_guard<std::mutex> lock(bed_->mutex);
+        }  // a worker about to sleep has looked at open_ or will
         bed_->wake.notify_all();
     }
     run_items(0);

@@ -93,7 +93,8 @@ int64_t window_bytes(const Model& model);  // all layers, all sequences
 int64_t moment_bytes(const Model& model);
 
 // Names an order of bytes: 0 is the canonical one (of blobs), others are the backends' own. Equal ids mean
-// pages that can be exchanged: same order, specs, dims, heads, window dtype and sink (FORMAT.md, "Layout id").
+// pages that can be exchanged: same order, specs, dims, heads, window dtype and sink (FORMAT.md, "Layout
+// id").
 uint64_t layout_id(const Model& model, uint64_t order);
 
 }  // namespace kivi

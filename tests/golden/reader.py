@@ -15,7 +15,6 @@ from numerics import fma, hadamard, widen
 SEQUENCE_MAGIC = b"KIVISEQ\0"
 MOMENTS_MAGIC = b"KIVIMOM\0"
 DTYPES = {1: "f32", 2: "f16", 3: "bf16"}
-BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 PAGE = 128
 
 
