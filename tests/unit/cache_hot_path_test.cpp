@@ -1,4 +1,5 @@
-// Append, flush and attend allocate nothing; the report of memory is what create asks for. [MEMORY-1]
+// Append, flush and attend allocate nothing; memory is reported before and after create by the formula.
+// [MEMORY-1]
 #include "cache_support.h"
 
 #include <atomic>
@@ -99,7 +100,7 @@ TEST_CASE("fault 116: the estimate is the report, and both are the formula") {
     }
 }
 
-TEST_CASE("what create allocates is what the report says, within a little for the objects themselves") {
+TEST_CASE("the statistics count packed tokens, blocks and live bytes of what was appended") {
     kivi_config config = small_config();
     config.max_tokens = 5000;
     kivi_memory memory;
