@@ -134,7 +134,9 @@ typedef struct kivi_batch {
     const int32_t *sequences; /* [rows]; NULL: row r is sequence r */
     const int32_t *counts;    /* [rows]; NULL: max_count for every row */
     const int64_t *offsets;   /* [rows]; rank-3 tensors only; NULL: running sum of counts */
-    int32_t device;           /* where the three arrays live; 0 or KIVI_CPU: host memory */
+    int32_t device;           /* where the three arrays live; 0 or KIVI_CPU: host memory; KIVI_CUDA: the cache's
+                                 device. Then they are read when the stream gets there, ids and counts that are
+                                 out of range are skipped, and lengths are known after kivi_synchronize */
     int32_t reserved0;
 } kivi_batch;
 
@@ -321,12 +323,24 @@ KIVI_API void kivi_cache_destroy(kivi_cache *cache);
 KIVI_API kivi_status kivi_cache_reset(kivi_cache *cache, kivi_stream stream);
 /* Enlarges the pool to at least `tokens` packed tokens over all sequences. May allocate and copy. */
 KIVI_API kivi_status kivi_reserve(kivi_cache *cache, int64_t tokens, kivi_stream stream);
+/* Waits for the work queued on `stream` and takes the lengths from the device: after replays of a captured
+ * graph, and after calls with device arrays, those that the library knows are behind until then.
+ * [SYNC-1] KIVI_ERROR_CAPACITY, with the lengths taken, names a sequence in which an append found no room
+ * on the device and wrote nothing; so until that sequence is reset or replaced. Does nothing on the CPU. */
+KIVI_API kivi_status kivi_synchronize(kivi_cache *cache, kivi_stream stream);
 KIVI_API kivi_status kivi_cache_memory(const kivi_cache *cache, kivi_memory *memory, size_t struct_size);
 
 /* ---- Sequences ------------------------------------------------------------------------------------- */
 
 /* Empties one sequence and returns its blocks. */
 KIVI_API kivi_status kivi_sequence_reset(kivi_cache *cache, int32_t sequence, kivi_stream stream);
+
+/* Gives the sequence all blocks that it needs at a length of `tokens`, so that appends up to there, and
+ * flushes, take none: what a captured graph needs before its replays. [RESERVE-1] Nothing else changes, and
+ * the blocks stay until the sequence is reset. KIVI_ERROR_CAPACITY if tokens pass max_tokens or the pool is
+ * exhausted. kivi_reserve moves pages: graphs captured before it must not be replayed. */
+KIVI_API kivi_status kivi_sequence_reserve(kivi_cache *cache, int32_t sequence, int64_t tokens,
+                                           kivi_stream stream);
 
 typedef struct kivi_length {
     size_t struct_size;
