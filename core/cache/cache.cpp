@@ -24,6 +24,14 @@ size_t aligned(size_t bytes) {
     return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
 }
 
+[[noreturn]] void refuse_double(int32_t row, int32_t sequence) {
+    refuse_argument("batch.sequences[", row, "] is ", sequence, ", which stands in an earlier row too");
+}
+
+DeviceRows device_rows(const Batch& batch) {
+    return {batch.rows, batch.max_count, batch.sequences, batch.counts, batch.offsets};
+}
+
 int64_t packed_tokens(const Windows& windows, const Span& span, Part part) {
     return std::max<int64_t>(0, span.border(part) - windows.sink);
 }
@@ -115,8 +123,7 @@ Rows Cache::plan_rows(int32_t layer, const Batch& batch, AfterOf&& after_of) {
     int32_t size = 0;
     batch.for_each([&](int32_t index, int32_t sequence, int32_t count, int64_t offset) {
         if (planned_[sequence] == number) {
-            refuse_argument("batch.sequences[", index, "] is ", sequence,
-                            ", which stands in an earlier row too");
+            refuse_double(index, sequence);
         }
         planned_[sequence] = number;
         const Span& before = span_at(layer, sequence);
@@ -157,7 +164,7 @@ void Cache::apply(int32_t layer, Rows rows, kivi_stream stream, Work&& work) {
 
 template <class Work>
 void Cache::run_on_device(const Batch& batch, Work&& work) const {
-    const DeviceRows rows{batch.rows, batch.max_count, batch.sequences, batch.counts, batch.offsets};
+    const DeviceRows rows = device_rows(batch);
     run([&] { work(Rows{nullptr, 0, &rows}); });
 }
 
@@ -192,7 +199,7 @@ void Cache::flush(int32_t layer, const Batch& batch, kivi_stream stream) {
     const auto after = [&](int32_t, const Span& before, int64_t) {
         return after_flush(model_.windows, before);
     };
-    const int32_t begin = layer == -1 ? 0 : layer, end = layer == -1 ? layer_count() : layer + 1;
+    const auto [begin, end] = layers_of(layer);
 
     if (batch.on_device) {
         for (int32_t i = begin; i < end; i++) {
@@ -231,7 +238,7 @@ size_t Cache::attend_workspace(int32_t layer, int32_t rows, int32_t max_count) c
     const int32_t active = std::min(rows, model_.max_sequences);
     if (active == 0 || max_count == 0) return 0;
     size_t backend_bytes = 0;
-    const int32_t begin = layer == -1 ? 0 : layer, end = layer == -1 ? layer_count() : layer + 1;
+    const auto [begin, end] = layers_of(layer);
     for (int32_t i = begin; i < end; i++) {
         if (model_.has(i))
             backend_bytes = std::max(backend_bytes, backend_->attend_workspace(i, active, max_count));
@@ -246,8 +253,7 @@ int32_t Cache::plan_attend(int32_t layer, const Batch& batch, Row* rows, uint8_t
     batch.for_each([&](int32_t index, int32_t sequence, int32_t count, int64_t offset) {
         const uint8_t bit = static_cast<uint8_t>(1 << (sequence % 8));
         if (seen[sequence / 8] & bit) {
-            refuse_argument("batch.sequences[", index, "] is ", sequence,
-                            ", which stands in an earlier row too");
+            refuse_double(index, sequence);
         }
         seen[sequence / 8] |= bit;
         const Span& span = span_at(layer, sequence);
@@ -282,13 +288,13 @@ void Cache::attend(int32_t layer, const Batch& batch, const AttendRequest& reque
         plan = reinterpret_cast<uint8_t*>(own_plan.data());
     }
     Row* const rows = reinterpret_cast<Row*>(plan);
-    const DeviceRows device_rows{batch.rows, batch.max_count, batch.sequences, batch.counts, batch.offsets};
+    const DeviceRows on_device = device_rows(batch);
     const int32_t size =
         batch.on_device ? 0 : plan_attend(layer, batch, rows, plan + aligned(most_rows * sizeof(Row)));
 
     AttendCall call;
     call.layer = layer;
-    call.rows = Rows{rows, size, batch.on_device ? &device_rows : nullptr};
+    call.rows = Rows{rows, size, batch.on_device ? &on_device : nullptr};
     call.q = request.q;
     call.out = request.out;
     call.k = request.k;
@@ -658,7 +664,7 @@ kivi_statistics Cache::statistics(int32_t layer) const {
     kivi_statistics sum{};
     sum.key_rounding = KIVI_ROUND_QUERY_AWARE;
     sum.moments = 2;
-    const int32_t begin = layer == -1 ? 0 : layer, end = layer == -1 ? layer_count() : layer + 1;
+    const auto [begin, end] = layers_of(layer);
     for (int32_t i = begin; i < end; i++) {
         if (!model_.has(i)) continue;
         const kivi_layer& shape = model_.layers[i];

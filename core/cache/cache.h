@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "backend/backend.h"
@@ -118,6 +119,10 @@ class Cache {
     void run(Work&& work) const;
 
     int32_t layer_count() const { return static_cast<int32_t>(model_.layers.size()); }
+    // First and one past the last of a call's layers; -1: all.
+    std::pair<int32_t, int32_t> layers_of(int32_t layer) const {
+        return layer == -1 ? std::pair{0, layer_count()} : std::pair{layer, layer + 1};
+    }
     size_t plan_bytes(int32_t rows) const;
     int32_t plan_attend(int32_t layer, const Batch& batch, Row* rows, uint8_t* seen) const;
     void drop_contents(int32_t sequence);
