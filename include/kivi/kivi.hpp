@@ -415,6 +415,12 @@ class Cache {
     }
     // Enlarges the pool to at least `tokens` packed tokens over all sequences.
     void reserve(int64_t tokens, kivi_stream stream = nullptr) { check(kivi_reserve(get(), tokens, stream)); }
+    // Gives one sequence all blocks that it needs at a length of `tokens`, for captured graphs.
+    void reserve_sequence(int32_t sequence, int64_t tokens, kivi_stream stream = nullptr) {
+        check(kivi_sequence_reserve(get(), sequence, tokens, stream));
+    }
+    // Waits for the stream and takes the lengths from the device. Does nothing on the CPU.
+    void synchronize(kivi_stream stream = nullptr) { check(kivi_synchronize(get(), stream)); }
 
     kivi_memory memory() const {
         kivi_memory memory{};

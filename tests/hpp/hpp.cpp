@@ -164,6 +164,9 @@ TEST_CASE("append, flush, attend with LSE, dequantize, reset") {
     CHECK(cache.statistics().tokens == 0);
     cache.reserve(2048);
     CHECK(cache.memory().blocks >= 16);
+    cache.reserve_sequence(0, 200);
+    cache.synchronize();
+    CHECK(cache.statistics().blocks_used > 0);
 }
 
 TEST_CASE("fresh keys merged with the past are one softmax") {

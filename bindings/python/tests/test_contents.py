@@ -53,6 +53,18 @@ def test_reserve_enlarges_the_pool(small, rng):
         append(cache, rng, 1000)
 
 
+def test_a_sequence_reserves_its_blocks(cache, rng):
+    cache.sequence_reserve(0, 500)
+    reserved = cache.statistics().blocks_used
+    assert reserved > 0
+    append(cache, rng, 500)
+    cache.synchronize()
+    assert cache.length(0, 0).length == 500
+    assert cache.statistics().blocks_used == reserved
+    with pytest.raises(kivi.CapacityError):
+        cache.sequence_reserve(0, 1 << 40)
+
+
 def test_dequantize_ranges_and_outputs(cache, rng):
     append(cache, rng, 300)
     k, v = cache.dequantize(0, 0)

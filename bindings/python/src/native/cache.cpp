@@ -222,6 +222,16 @@ void Cache::reserve(int64_t tokens, py::object stream) {
     run([&](kivi_cache* cache) { return kivi_reserve(cache, tokens, on); });
 }
 
+void Cache::sequence_reserve(int32_t sequence, int64_t tokens, py::object stream) {
+    void* const on = stream_of(stream);
+    run([&](kivi_cache* cache) { return kivi_sequence_reserve(cache, sequence, tokens, on); });
+}
+
+void Cache::synchronize(py::object stream) {
+    void* const on = stream_of(stream);
+    run([&](kivi_cache* cache) { return kivi_synchronize(cache, on); });
+}
+
 kivi_length Cache::length(int32_t layer, int32_t sequence) {
     kivi_length length = {};
     length.struct_size = sizeof length;

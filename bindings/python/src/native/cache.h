@@ -72,6 +72,8 @@ class Cache {
     void reset(py::object stream);
     void sequence_reset(int32_t sequence, py::object stream);
     void reserve(int64_t tokens, py::object stream);
+    void sequence_reserve(int32_t sequence, int64_t tokens, py::object stream);
+    void synchronize(py::object stream);
 
     kivi_length length(int32_t layer, int32_t sequence);
     kivi_statistics statistics(int32_t layer);

@@ -190,6 +190,11 @@ Bytes that suffice for any attend on `layer` (-1: any layer) of at most `rows` r
              "Empties one sequence and returns its blocks to the pool.")
         .def("reserve", &Cache::reserve, "tokens"_a, py::kw_only(), "stream"_a = none,
              "Enlarges the pool to at least `tokens` packed tokens over all sequences.")
+        .def("sequence_reserve", &Cache::sequence_reserve, "sequence"_a, "tokens"_a, py::kw_only(),
+             "stream"_a = none,
+             "Gives one sequence all blocks that it needs at a length of `tokens`, for captured graphs.")
+        .def("synchronize", &Cache::synchronize, py::kw_only(), "stream"_a = none,
+             "Waits for the stream and takes the lengths from the device. Does nothing on the CPU.")
         .def("length", &Cache::length, "layer"_a, "sequence"_a, "The Length of one sequence in one layer.")
         .def("statistics", &Cache::statistics, "layer"_a = -1,
              "The Statistics of one layer, or of all together (-1).")

@@ -115,6 +115,12 @@ impl Cache {
         check(unsafe { sys::kivi_reserve(self.exclusive(), tokens, NO_STREAM) })
     }
 
+    /// Gives one sequence all blocks that it needs at a length of `tokens`, so that appends up to there take none.
+    pub fn reserve_sequence(&mut self, sequence: i32, tokens: i64) -> Result<()> {
+        // SAFETY: likewise.
+        check(unsafe { sys::kivi_sequence_reserve(self.exclusive(), sequence, tokens, NO_STREAM) })
+    }
+
     /// The bytes that the cache takes.
     pub fn memory(&self) -> Result<Memory> {
         let mut memory = sys::kivi_memory::default();

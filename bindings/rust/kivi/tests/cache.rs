@@ -186,6 +186,17 @@ fn a_pool_can_be_enlarged() {
 }
 
 #[test]
+fn a_sequence_reserves_its_blocks() {
+    let mut cache = Cache::new(&config("k3v2", HEADS, 2, 2000)).unwrap();
+    cache.reserve_sequence(1, 600).unwrap();
+    let reserved = cache.statistics(None).unwrap().blocks_used;
+    assert!(reserved > 0);
+    append_random(&mut cache, HEADS, 1, 600, &mut Random::new(6));
+    assert_eq!(cache.statistics(None).unwrap().blocks_used, reserved);
+    assert!(cache.reserve_sequence(1, 2001).is_err());
+}
+
+#[test]
 fn layers_may_differ_and_be_absent() {
     let heads = |key_dim, value_dim| Some(kivi::Heads { key_dim, value_dim, ..HEADS });
     let layers = [
