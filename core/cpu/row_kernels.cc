@@ -274,8 +274,7 @@ void rotate_block(const void* data, int64_t at, int block, float* HWY_RESTRICT x
 }
 
 template <class From, class Window>
-HWY_INLINE void rotate_row(const void* data, int64_t at, int dim, float* HWY_RESTRICT x, Peaks& peaks) {
-    const int block = hadamard_block(dim);
+HWY_INLINE void rotate_row(const void* data, int64_t at, int dim, int block, float* HWY_RESTRICT x, Peaks& peaks) {
     for (int i = 0; i < dim; i += block) {
         switch (block / kLanes) {
             case 4: rotate_vectors<4, From, Window>(data, at + i, x + i, peaks); break;
@@ -288,13 +287,14 @@ HWY_INLINE void rotate_row(const void* data, int64_t at, int dim, float* HWY_RES
 template <class From, class Window, bool kRotate>
 bool take_rows(const InputRows& input, int count, int dim, float* HWY_RESTRICT rows) {
     const void* data = input.data;
+    const int block = kRotate ? hadamard_block(dim) : 0;
     int64_t at = input.at;
     Ahead ahead(input.ahead);
     Peaks peaks{hn::Zero(I32()), hn::Zero(I32())};
     for (int t = 0; t < count; ++t, at += input.stride, rows += dim) {
         ahead.fetch<From>(data, dim);
         if constexpr (kRotate) {
-            rotate_row<From, Window>(data, at, dim, rows, peaks);
+            rotate_row<From, Window>(data, at, dim, block, rows, peaks);
         } else {
             take_row<From, Window>(data, at, dim, rows, peaks);
         }
