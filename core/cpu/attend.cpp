@@ -30,6 +30,12 @@ constexpr float kLn2 = 0.69314718f;
 
 int padded(int dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// A cap beyond 2^+-60 works like one at that border, while its inverse and its product with log2(e) stay finite.
+float soft_cap(const AttendCall& call) {
+    return call.soft_cap > 0 ? std::min(std::max(call.soft_cap, 0x1p-60f), 0x1p60f) : 0;
+}
+
 bool rotated(const TensorStore& store) { return store.spec.transform == KIVI_TRANSFORM_HADAMARD; }
 
 // x <- H x; a row of a dim that the kernels do not take goes the plain way.
@@ -246,7 +252,8 @@ class Item {
 
     void load_queries() {
         const TensorStore& keys = plan_.layer.key;
-        const float scale = call_.scale * (call_.soft_cap > 0 ? 1 / call_.soft_cap : kLog2E);
+        const float cap = soft_cap(call_);
+        const float scale = call_.scale * (cap > 0 ? 1 / cap : kLog2E);
         for (int r = 0; r < rows_; ++r) {
             const int64_t at = origin(call_.q, row_) + token(r) * call_.q.token_stride + head(r) * call_.q.head_stride;
             const uint8_t* from =
@@ -357,7 +364,7 @@ class Item {
         const int at = paged ? std::max(visit.key.token, visit.value.token) + skip : 0;
         float* s = scratch_.scores + r * kPageTokens;
         score(visit.key, skip, count, at, r, rows, s);
-        const float cap = call_.soft_cap > 0 ? call_.soft_cap * kLog2E : 0;
+        const float cap = soft_cap(call_) * kLog2E;
         plan_.kernels.softmax(s, at, at + count, rows, cap, plan_.acc_size, {acc_ + r, max_ + r, sum_ + r});
         mix(visit.value, skip, count, at, r, rows, s);
     }

@@ -24,12 +24,16 @@ HWY_INLINE void HideLanes(float* HWY_RESTRICT s, int first, int begin, int end, 
     for (int t = end; t < last; ++t) s[t] = kHidden;
 }
 
-// cap * tanh(x), from exp(-2|x|): no overflow for any x.
+// cap * tanh(x), from exp(-2|x|): no overflow for any x. Near 0, where 1 - exp(-2|x|) has lost its digits, the
+// first terms of the series: a large cap leaves small scores as they are.
 HWY_INLINE VF CapScore(VF x, VF cap) {
     const DF d;
-    const VF one = hn::Set(d, 1.0f);
-    const VF t = Exp2(hn::Mul(hn::Abs(x), hn::Set(d, -2.0f * kLog2E)));
-    return hn::Mul(cap, hn::CopySign(hn::Div(hn::Sub(one, t), hn::Add(one, t)), x));
+    const VF one = hn::Set(d, 1.0f), size = hn::Abs(x), x2 = hn::Mul(x, x);
+    const VF t = Exp2(hn::Mul(size, hn::Set(d, -2.0f * kLog2E)));
+    const VF quotient = hn::CopySign(hn::Div(hn::Sub(one, t), hn::Add(one, t)), x);
+    const VF terms = hn::MulAdd(x2, hn::Set(d, 2.0f / 15), hn::Set(d, -1.0f / 3));
+    const VF series = hn::MulAdd(hn::Mul(x, x2), terms, x);
+    return hn::Mul(cap, hn::IfThenElse(hn::Lt(size, hn::Set(d, 0.0625f)), series, quotient));
 }
 
 HWY_INLINE void SoftmaxRow(float* HWY_RESTRICT s, int begin, int end, float cap, int acc_size, float* HWY_RESTRICT acc,

@@ -414,6 +414,30 @@ TEST_CASE("constant values come back over a long context") {
     }
 }
 
+TEST_CASE("soft caps of any size: far above the scores they change nothing, far below they flatten them") {
+    const Shape shape = usual_shape();
+    Cache fast(shape, false), oracle(shape, true);
+    const int64_t length = 300;
+    Tensor k(length, 2, 128), v(length, 2, 128), q(3, 8, 128);
+    k.fill([](int64_t, int h, int c) { return key_value(h, c); });
+    v.fill([](int64_t, int, int) { return normal(); });
+    q.fill([](int64_t, int, int) { return normal(); });
+    fast.append(0, k, v, 0, length);
+    oracle.append(0, k, v, 0, length);
+    for (float cap : {1e-40f, 1e-20f, 0.01f, 3.0f, 1e4f, 1e6f, 1e30f, 3.4e38f}) {
+        Options options;
+        options.soft_cap = cap;
+        Result expected = attend(oracle, q, k, v, {{0, 3}}, options);
+        for (Target target : targets()) {
+            ForcedTarget forced(target);
+            Result result = attend(fast, q, k, v, {{0, 3}}, options);
+            INFO("cap ", cap, " on ", cpu::simd::target_name(target));
+            CHECK(relative_error(result.out, expected.out) < 1e-3);
+            CHECK(relative_error(result.lse, expected.lse) < 1e-3);
+        }
+    }
+}
+
 TEST_CASE("a NaN or infinite key poisons its head for the queries that see it, nothing else") {
     const float nan = std::numeric_limits<float>::quiet_NaN(), inf = std::numeric_limits<float>::infinity();
     for (float bad : {nan, inf, -inf}) {
