@@ -90,6 +90,8 @@ suite_python() {
     python3 -m pip install -q --disable-pip-version-check --force-reinstall --no-deps "$wheel"
     python3 -m pip install -q --disable-pip-version-check "$wheel[test]"
     pytest_in bindings/python/tests
+    python3 "$root/script/support.py" --check
+    pass
 }
 
 # The engine of the demo, on small models that the tests make.
