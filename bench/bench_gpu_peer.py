@@ -6,7 +6,7 @@ import statistics
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-SHAPES = [(1, 32, 8, 32768), (1, 32, 8, 131072), (8, 32, 8, 32768), (32, 32, 8, 8192), (64, 32, 8, 4096),
+SHAPES = [(1, 32, 8, 1024), (1, 32, 8, 32768), (1, 32, 8, 131072), (8, 32, 8, 32768), (32, 32, 8, 8192), (64, 32, 8, 4096),
           (1, 32, 32, 32768), (8, 32, 32, 4096)]
 DIM, CALLS, REPLAYS, ROTATION = 128, 20, 15, 256 << 20
 

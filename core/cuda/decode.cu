@@ -55,6 +55,54 @@ bool aligned(const View& view) {
            view.head_stride % 8 == 0 && (view.ragged || view.row_stride % 8 == 0);
 }
 
+fast::Strides strides_of(const View& view) { return {view.row_stride, view.token_stride, view.head_stride, view.ragged}; }
+
+// All but the places in the workspace.
+fast::DecodeArgs arguments(const AttendArgs& args) {
+    const Layer& layer = args.layer;
+    const BatchArgs& batch = args.batch;
+    fast::DecodeArgs p{};
+    p.spans = layer.spans;
+    p.table = layer.table;
+    p.sequences = batch.sequences;
+    p.counts = batch.counts;
+    p.offsets = batch.offsets;
+    p.batch_rows = batch.size;
+    p.first_row = batch.first_row;
+    p.kv_heads = layer.key.heads;
+    p.group = layer.q_heads / layer.key.heads;
+    p.tokens = batch.max_count;
+    p.query_rows = p.group * p.tokens;
+    p.sink = static_cast<int32_t>(layer.key.windows.sink);
+    p.tail_rows = static_cast<int32_t>(layer.key.tail_rows);
+    p.table_stride = static_cast<int32_t>(layer.table_stride);
+    p.page_bytes = static_cast<int32_t>(layer.key.page_bytes);
+    p.value_offset = static_cast<int32_t>(layer.value.part_offset);
+    p.scale_log2 = args.scale * kLog2E;
+    p.on_device = batch.on_device;
+    p.rotated_keys = layer.key.rotated();
+    p.rotated_values = layer.value.rotated();
+    p.pages = layer.key.pages;
+    p.sink_keys = layer.key.sink;
+    p.sink_values = layer.value.sink;
+    p.tail_keys = layer.key.tail;
+    p.tail_values = layer.value.tail;
+    p.q = args.q.data;
+    p.q_strides = strides_of(args.q);
+    p.launch = next_launch();
+    p.out = args.out.data;
+    p.out_strides = strides_of(args.out);
+    p.lse = static_cast<float*>(args.lse.data);
+    p.lse_strides = strides_of(args.lse);
+    for (int32_t i = 0; i < batch.size && !batch.on_device; ++i) {
+        const RowArg& row = batch.rows[i];
+        p.sequence[i] = row.count > 0 ? row.sequence : -1;
+        p.index[i] = row.index;
+        p.offset[i] = static_cast<int32_t>(row.offset);
+    }
+    return p;
+}
+
 }  // namespace
 
 const char* why_not_decode(const TensorStore& key, const TensorStore& value, int32_t capability) {
@@ -91,6 +139,7 @@ bool decode_takes(const AttendArgs& args) {
     for (int32_t i = 0; i < args.batch.size; ++i) {
         const int32_t count = args.batch.rows[i].count;
         if (count != 0 && count != args.batch.max_count) return false;
+        if (args.batch.rows[i].offset >= int64_t{1} << 31) return false;
     }
     return true;
 }
@@ -112,14 +161,11 @@ size_t decode_workspace(const Layer& layer, int32_t multiprocessors) {
 void decode(const AttendArgs& args, int32_t multiprocessors, Stream stream) {
     with_instance(args.layer.key, args.layer.value, [&](auto config) {
         using C = decltype(config);
-        fast::DecodeArgs p;
-        p.attend = args;
-        p.launch = next_launch();
+        fast::DecodeArgs p = arguments(args);
         p.flags = reinterpret_cast<uint64_t*>(args.workspace);
         // Rows of floats begin at multiples of 16 bytes: there are two flags a block.
         p.partials = reinterpret_cast<float*>(p.flags + 2 * multiprocessors);
         p.spills = p.partials + size_t(multiprocessors) * 2 * C::kPartialFloats;
-        p.scale_log2 = args.scale * kLog2E;
         fast::decode_kernel<C><<<multiprocessors, C::kThreads, sizeof(fast::SharedStorage<C>), stream>>>(p);
     });
 }

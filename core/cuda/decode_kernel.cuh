@@ -31,14 +31,38 @@ constexpr unsigned kAll = 0xFFFFFFFFu;
 constexpr float kSmallest = 1.0f / 16777216.0f;  // 2^-24: the unit of codes read as fp16
 constexpr float kLn2 = 0.69314718056f;
 
-// Partials of blocks, what warps leave on their way, and who has arrived; cut from the caller's workspace.
+// Elements from one batch row, query token and query head to the next.
+struct Strides {
+    int64_t row, token, head;
+    bool ragged;  // rows are found by their token offset
+};
+
+// What the kernel reads, close together: the first access to each line of the parameters costs a trip to memory.
 struct DecodeArgs {
-    AttendArgs attend;
+    const Span* spans;     // [sequence]
+    const int32_t* table;  // [sequence][table_stride]
+    const int32_t *sequences, *counts;  // of device batches, each may be NULL
+    const int64_t* offsets;
+    int32_t batch_rows, first_row, kv_heads, group, tokens;  // group: query heads of a KV head; tokens of each row
+    int32_t query_rows;                                       // group * tokens
+    int32_t sink, tail_rows;                                  // rows of the windows
+    int32_t table_stride, page_bytes, value_offset;
+    float scale_log2;
+    bool on_device, rotated_keys, rotated_values;
+    const uint8_t* pages;
+    const uint8_t *sink_keys, *sink_values, *tail_keys, *tail_values;
+    const void* q;
+    Strides q_strides;
+    // Partials of blocks, what warps leave on their way, and who has arrived; cut from the caller's workspace.
     uint64_t launch;  // differs from launch to launch, never 0
     uint64_t* flags;  // [block][2]
     float* partials;  // [block][2]
     float* spills;    // [block][warp]
-    float scale_log2;
+    void* out;
+    float* lse;  // or NULL
+    Strides out_strides, lse_strides;
+    // Of host batches. sequence -1: a row to be skipped.
+    int32_t sequence[kRowsAtOnce], index[kRowsAtOnce], offset[kRowsAtOnce];
 };
 
 // ---- Instructions ----
@@ -228,11 +252,11 @@ __device__ __forceinline__ unsigned divide(unsigned a, unsigned b) {
 }
 
 // The cache's sequence of a batch row; -1 if the row is to be skipped.
-__device__ __forceinline__ int sequence_of(const BatchArgs& batch, int r) {
-    if (!batch.on_device) return batch.rows[r].count > 0 ? batch.rows[r].sequence : -1;
-    const int index = batch.first_row + r;
-    if (batch.counts != nullptr && batch.counts[index] != batch.max_count) return -1;
-    return batch.sequences != nullptr ? batch.sequences[index] : index;
+__device__ __forceinline__ int sequence_of(const DecodeArgs& p, int r) {
+    if (!p.on_device) return p.sequence[r];
+    const int index = p.first_row + r;
+    if (p.counts != nullptr && p.counts[index] != p.tokens) return -1;
+    return p.sequences != nullptr ? p.sequences[index] : index;
 }
 
 // Tokens of a row's sequence; all 0 if the row is to be skipped.
@@ -241,14 +265,13 @@ struct Lengths {
     __device__ __forceinline__ int total() const { return sink + packed + tail; }
 };
 __device__ __forceinline__ Lengths lengths_of(const DecodeArgs& p, int r) {
-    const int sequence = sequence_of(p.attend.batch, r);
+    const int sequence = sequence_of(p, r);
     if (sequence < 0) return {0, 0, 0};
-    const Layer& layer = p.attend.layer;
-    const int length = static_cast<int>(layer.spans[sequence].length);
-    const int border = static_cast<int>(layer.spans[sequence].key_border);
+    const int length = static_cast<int>(p.spans[sequence].length);
+    const int border = static_cast<int>(p.spans[sequence].key_border);
     Lengths l;
-    l.sink = min(length, static_cast<int>(layer.key.windows.sink));
-    l.packed = max(border - static_cast<int>(layer.key.windows.sink), 0);
+    l.sink = min(length, p.sink);
+    l.packed = max(border - p.sink, 0);
     l.tail = length - l.sink - l.packed;
     return l;
 }
@@ -350,34 +373,31 @@ struct SharedStorage {
 
 // Where query row r of a segment lies.
 struct QueryRow {
-    int index;  // of the batch
+    int row;  // of the batch
     int token, head;
     __device__ QueryRow(const DecodeArgs& p, int segment, int r) {
-        const int heads = p.attend.layer.key.heads, group = divide(p.attend.layer.q_heads, heads);
-        index = divide(segment, heads);
-        token = divide(r, group);
-        head = (segment - index * heads) * group + r - token * group;
+        row = divide(segment, p.kv_heads);
+        token = p.tokens == 1 ? 0 : divide(r, p.group);
+        head = (segment - row * p.kv_heads) * p.group + r - token * p.group;
     }
-    __device__ int64_t in(const DecodeArgs& p, const View& view) const {
-        int64_t offset = 0;
-        int64_t position = p.attend.batch.first_row + index;
-        const BatchArgs& batch = p.attend.batch;
-        if (!batch.on_device) {
-            position = batch.rows[index].index;
-            offset = batch.rows[index].offset;
-        } else if (batch.offsets != nullptr) {
-            offset = batch.offsets[position];
-        } else if (batch.counts == nullptr) {
-            offset = position * batch.max_count;
+    __device__ int64_t in(const DecodeArgs& p, const Strides& strides) const {
+        int64_t origin;
+        if (!p.on_device) {
+            origin = strides.ragged ? p.offset[row] * strides.token : p.index[row] * strides.row;
         } else {
-            for (int i = 0; i < position; ++i) offset += batch.counts[i];
+            const int position = p.first_row + row;
+            int64_t offset = int64_t{position} * p.tokens;
+            if (p.offsets != nullptr) {
+                offset = p.offsets[position];
+            } else if (p.counts != nullptr && strides.ragged) {
+                offset = 0;
+                for (int i = 0; i < position; ++i) offset += p.counts[i];
+            }
+            origin = strides.ragged ? offset * strides.token : position * strides.row;
         }
-        return view.origin(position, offset) + token * view.token_stride + head * view.head_stride;
+        return origin + token * strides.token + head * strides.head;
     }
 };
-__device__ __forceinline__ int query_rows(const DecodeArgs& p) {
-    return divide(p.attend.layer.q_heads, p.attend.layer.key.heads) * p.attend.batch.max_count;
-}
 
 __device__ __forceinline__ void butterfly(float& a, float& b) {
     const float left = a, right = b;
@@ -433,10 +453,10 @@ template <class C>
 __device__ __forceinline__ RawQueries<C> fetch_queries(const DecodeArgs& p, int segment, int lane) {
     const int row = lane >> 2, column = lane & 3;
     RawQueries<C> raw;
-    const bool used = row < query_rows(p);
-    const View& q = p.attend.q;
-    const uint4* const from = reinterpret_cast<const uint4*>(
-        static_cast<const uint8_t*>(q.data) + 2 * QueryRow(p, segment, used ? row : 0).in(p, q) + column * 16);
+    const bool used = row < p.query_rows;
+    const QueryRow at(p, segment, used ? row : 0);
+    const uint4* const from = reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.q) +
+                                                             2 * at.in(p, p.q_strides) + column * 16);
 #pragma unroll
     for (int i = 0; i < C::kPairs; ++i) raw.v[i] = used ? from[i * 4] : make_uint4(0, 0, 0, 0);
     return raw;
@@ -488,7 +508,7 @@ __device__ __forceinline__ void start_segment(HeadState<C>& s, const RawQueries<
             x[i][2 * k] = pair.x, x[i][2 * k + 1] = pair.y;
         }
     }
-    if (p.attend.layer.key.rotated()) rotate<C>(x, lane);
+    if (p.rotated_keys) rotate<C>(x, lane);
     float largest = 0;
 #pragma unroll
     for (int i = 0; i < C::kPairs; ++i) {
@@ -591,13 +611,12 @@ __device__ __forceinline__ void probabilities(const float (&score)[2][C::kThread
 
 // How many tokens of a visit a row may see. Query token j of n sees all but the last n - 1 - j tokens.
 __device__ __forceinline__ int visible(const DecodeArgs& p, int info, int row) {
-    const int tokens = p.attend.batch.max_count;
-    const int token = tokens == 1 ? 0 : int(divide(row, divide(p.attend.layer.q_heads, p.attend.layer.key.heads)));
-    return min(info_valid(info), info_left(info) - max(tokens - 1 - token, 0));
+    const int token = p.tokens == 1 ? 0 : int(divide(row, p.group));
+    return min(info_valid(info), info_left(info) - max(p.tokens - 1 - token, 0));
 }
 // How many all rows see.
 __device__ __forceinline__ int open_tokens(const DecodeArgs& p, int info) {
-    return min(info_valid(info), info_left(info) - (p.attend.batch.max_count - 1));
+    return min(info_valid(info), info_left(info) - (p.tokens - 1));
 }
 
 // ---- Pages ----
@@ -950,7 +969,7 @@ __device__ __forceinline__ uint2 to_output(const float4& v, float factor) {
     return make_uint2(to_pair<C::kBf16>(v.x * factor, v.y * factor), to_pair<C::kBf16>(v.z * factor, v.w * factor));
 }
 __device__ __forceinline__ void write_lse(const DecodeArgs& p, const QueryRow& row, float lse) {
-    if (p.attend.lse) static_cast<float*>(p.attend.lse.data)[row.in(p, p.attend.lse)] = lse;
+    if (p.lse != nullptr) p.lse[row.in(p, p.lse_strides)] = lse;
 }
 
 // Leaves the (unnormalised) result in `to`, shared or global memory, for a later merge.
@@ -979,11 +998,11 @@ template <class C>
 __device__ __forceinline__ void write_output(const HeadState<C>& s, const DecodeArgs& p, int segment, int lane) {
     const int row = lane >> 2, column = lane & 3;
     const Sums<C> r = finish_sums<C>(s, lane);
-    const bool rotated = p.attend.layer.value.rotated();
+    const bool rotated = p.rotated_values;
 #pragma unroll
     for (int h = 0; h < C::kThreadRows; ++h) {
         const int query = 2 * column + h;
-        const bool used = query < query_rows(p);
+        const bool used = query < p.query_rows;
         const QueryRow to(p, segment, used ? query : 0);
         float4 v[C::kPairs];
 #pragma unroll
@@ -1008,7 +1027,7 @@ __device__ __forceinline__ void write_output(const HeadState<C>& s, const Decode
             }
         }
         const float factor = inverse_of(r.sum[h]) * (rotated ? hadamard_norm<C>() : 1.0f);
-        uint8_t* const out = static_cast<uint8_t*>(p.attend.out.data) + 2 * to.in(p, p.attend.out) + 8 * row;
+        uint8_t* const out = static_cast<uint8_t*>(p.out) + 2 * to.in(p, p.out_strides) + 8 * row;
 #pragma unroll
         for (int c = 0; c < C::kPairs; ++c) {
             if (used) *reinterpret_cast<uint2*>(out + 64 * c) = to_output<C>(v[c], factor);
@@ -1048,15 +1067,15 @@ template <class C>
 __device__ __forceinline__ void write_row(const DecodeArgs& p, int segment, int row, int lane, Row r) {
     const QueryRow to(p, segment, row);
     float factor = inverse_of(r.sum);
-    if (p.attend.layer.value.rotated()) {
+    if (p.rotated_values) {
         butterfly(r.value);
 #pragma unroll
         for (int step = 1; step < C::kDim / 4; step *= 2) across(r.value, step, lane);
         factor *= hadamard_norm<C>();
     }
     if (lane < C::kDim / 4) {
-        *reinterpret_cast<uint2*>(static_cast<uint8_t*>(p.attend.out.data) +
-                                  2 * (to.in(p, p.attend.out) + lane_channel<C>(lane))) = to_output<C>(r.value, factor);
+        *reinterpret_cast<uint2*>(static_cast<uint8_t*>(p.out) +
+                                  2 * (to.in(p, p.out_strides) + lane_channel<C>(lane))) = to_output<C>(r.value, factor);
     }
     if (lane == 0) write_lse(p, to, lse_of(r.reference, r.sum));
 }
@@ -1113,7 +1132,7 @@ __device__ __forceinline__ bool all_arrived(const DecodeArgs& p, unsigned first,
 // Adds a row's partials of blocks first .. last, in their order.
 template <class C>
 __device__ __forceinline__ Row merge_blocks(const DecodeArgs& p, unsigned first, unsigned last, int row, int lane) {
-    constexpr int kAtOnce = 8;
+    constexpr int kAtOnce = 18;
     Row r;
     r.reference = kNoExponent;
 #pragma unroll 1
@@ -1148,8 +1167,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     extern __shared__ __align__(128) uint8_t raw_shared[];
     SharedStorage<C>& shared = *reinterpret_cast<SharedStorage<C>*>(raw_shared);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const Layer& layer = p.attend.layer;
-    const int kv_heads = layer.key.heads, batch_rows = p.attend.batch.size;
+    const int kv_heads = p.kv_heads, batch_rows = p.batch_rows;
 
     // Every warp finds the weight of the line and its own place on it; lane i looks at `chunk` batch rows.
     const auto weight_of = [&](int r) {
@@ -1217,24 +1235,23 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         v.info = 0;
         if (lane < count && r < unsigned(batch_rows) && begin + e.place(i) < s.end) {
             v.segment = r * kv_heads + head;
-            const int sequence = sequence_of(p.attend.batch, r);
+            const int sequence = sequence_of(p, r);
             const int flags = (i == 0) << 20 | (i == e.visits - 1) << 21;
             if (i < e.windows) {
                 const bool tail = i >= e.sinks;
                 const int token = (i - (tail ? e.sinks : 0)) * C::kWindowTokens;  // in the window
                 const int valid = min(C::kWindowTokens, (tail ? l.tail : l.sink) - token);
                 const int left = min(255, (tail ? l.tail : l.total()) - token);
-                int straight = valid;
-                if (tail) {
-                    const int capacity = static_cast<int>(layer.key.tail_rows);
-                    const int slot = (l.packed + token) % capacity;
-                    straight = min(valid, capacity - slot);
-                }
-                v.source = layer.key.window_row(sequence, head, token + (tail ? l.sink + l.packed : 0));
+                const int capacity = tail ? p.tail_rows : p.sink;
+                const int place = tail ? (l.packed + token) % capacity : token;
+                const int straight = min(valid, capacity - place);
+                v.source = (tail ? p.tail_keys : p.sink_keys) +
+                           ((int64_t{sequence} * kv_heads + head) * capacity + place) * C::kRowBytes;
                 v.info = valid | left << 8 | (tail ? kTail : kSink) << 16 | straight << 22 | flags;
             } else {
                 const int token = (i - e.windows) * C::kVisitTokens;
-                v.source = layer.key.page(layer.block(sequence, token / kPageTokens), head);
+                const int page = p.table[int64_t{sequence} * p.table_stride + token / kPageTokens];
+                v.source = p.pages + (int64_t{page} * kv_heads + head) * p.page_bytes;
                 v.info = min(C::kVisitTokens, l.packed - token) | min(255, l.packed + l.tail - token) << 8 | kPage << 16 |
                          token % kPageTokens / kBlockTokens << 18 | flags;
             }
@@ -1248,15 +1265,15 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         const uint32_t to = shared_address(shared.ring[warp][stage]), bar = full + 8 * stage;
         if (info_kind(v.info) != kPage) {
             const bool tail = info_kind(v.info) == kTail;
-            const uint8_t* const keys = tail ? layer.key.tail : layer.key.sink;
-            const uint8_t* const values = (tail ? layer.value.tail : layer.value.sink) + (v.source - keys);
+            const uint8_t* const values =
+                (tail ? p.tail_values : p.sink_values) + (v.source - (tail ? p.tail_keys : p.sink_keys));
             const uint32_t straight = info_straight(v.info) * C::kRowBytes;
             const uint32_t rest = info_valid(v.info) * C::kRowBytes - straight;
             barrier_expect(bar, 2 * (straight + rest));
             bulk_copy(to, v.source, straight, bar);
             bulk_copy(to + C::kWindowHalf, values, straight, bar);
             if (rest > 0) {  // the ring goes on at its beginning
-                const int64_t back = layer.key.tail_rows * C::kRowBytes - straight;
+                const int64_t back = int64_t{p.tail_rows} * C::kRowBytes - straight;
                 bulk_copy(to + straight, v.source - back, rest, bar);
                 bulk_copy(to + C::kWindowHalf + straight, values - back, rest, bar);
             }
@@ -1273,7 +1290,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
             bulk_copy(to + C::kKeyParams, group + C::kKeyParams + part * C::kVisitBlocks * C::kKeyCodes,
                       C::kKeyBytes - C::kKeyParams, bar);
         }
-        bulk_copy(to + C::kKeyBytes, v.source + layer.value.part_offset + block * C::kValueBlock, C::kValueBytes, bar);
+        bulk_copy(to + C::kKeyBytes, v.source + p.value_offset + block * C::kValueBlock, C::kValueBytes, bar);
     };
 
     RawQueries<C> queries;
@@ -1320,9 +1337,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
 
     // Rows without tokens: one warp of one block writes their zeros while the first visit's data is on its way.
     for (int r = blockIdx.x + gridDim.x * warp; r < batch_rows; r += gridDim.x * C::kWarps) {
-        if (sequence_of(p.attend.batch, r) < 0 || lengths_of(p, r).total() > 0) continue;
-        for (int i = 0; i < kv_heads * query_rows(p); ++i) {
-            write_row<C>(p, r * kv_heads + divide(i, query_rows(p)), i % query_rows(p), lane, Row{});
+        if (sequence_of(p, r) < 0 || lengths_of(p, r).total() > 0) continue;
+        for (int i = 0; i < kv_heads * p.query_rows; ++i) {
+            write_row<C>(p, r * kv_heads + divide(i, p.query_rows), i % p.query_rows, lane, Row{});
         }
     }
     __syncthreads();  // shared.ones, shared.block
@@ -1331,7 +1348,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     HeadState<C> state;
     KeyContext<C> key;
     int segment = -1;
-    const int rows = query_rows(p);
+    const int rows = p.query_rows;
     for (unsigned visit = 0;; ++visit) {
         const int stage = visit % C::kStages, parity = visit / C::kStages % 2;
         const int next_segment = shared.plan[warp][visit % 32].segment, info = shared.plan[warp][visit % 32].info;
@@ -1416,9 +1433,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     __syncthreads();
     if (warp == 0) {
         if (speaks && is_shared) {
-            __threadfence();
+            asm volatile("fence.acq_rel.gpu;" ::: "memory");
             *static_cast<volatile uint64_t*>(p.flags + place_of(blockIdx.x, mine.block == blockIdx.x)) = p.launch;
-            __threadfence();
+            asm volatile("fence.sc.gpu;" ::: "memory");
         }
         __syncwarp();
         unsigned complete = 0;
@@ -1428,7 +1445,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
             const unsigned last = piece.partition.owner(__shfl_sync(kAll, mine.last, speaker));
             if (all_arrived(p, first, last, lane)) complete |= 1u << speaker;
         }
-        __threadfence();
+        asm volatile("fence.acq_rel.gpu;" ::: "memory");
         if (lane == 0) shared.complete = complete;
     }
     __syncthreads();
