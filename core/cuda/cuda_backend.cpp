@@ -417,8 +417,8 @@ class CudaBackend final : public Backend {
     void download(void* to, const void* from, size_t bytes, kivi_stream stream) const override {
         const DeviceGuard guard(device_);
         check_device_pointer("m", from, device_);
-        check(cudaStreamSynchronize(stream_of(stream)), "waiting for the stream");
-        own_->copy(to, from, bytes);
+        check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_of(stream)), "copying");
+        check(cudaStreamSynchronize(stream_of(stream)), "copying");
     }
 
     // Waits for the device, so that appends that were made are counted. After an error, or while a stream of this
