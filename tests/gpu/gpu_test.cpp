@@ -200,7 +200,7 @@ TEST_CASE("sanitized: a few specs") {
     compare({"16", spec_of(16, 0, 0)}, {"8 token 32", spec_of(8, KIVI_AXIS_TOKEN, 32)}, {2, 2, 64, 264}, 32, KIVI_F32, 300, 3);
 }
 
-TEST_CASE("a captured decode step is replayed across flush boundaries") {
+TEST_CASE("fault 88, 89: a captured decode step is replayed across flush boundaries") {
     kivi_config config;
     kivi_config_init(&config, sizeof config);
     config.layer_count = 1;
@@ -298,7 +298,7 @@ TEST_CASE("ids, counts and offsets in device memory") {
     CUDA_OK(cudaFree(device));
 }
 
-TEST_CASE("results do not depend on batch, capacity or splits") {
+TEST_CASE("fault 95: results do not depend on batch, capacity or splits") {
     kivi_config small = config_of(spec_of(3, KIVI_AXIS_CHANNEL, 64), spec_of(2, KIVI_AXIS_TOKEN, 64), {8, 32, 128, 128}, 64, 64, 64);
     small.max_tokens = 5000;
     kivi_config large = small;
@@ -393,7 +393,7 @@ TEST_CASE("memory of the wrong kind is refused, and nothing changes") {
     CUDA_OK(cudaFreeHost(pinned));
 }
 
-TEST_CASE("the current device stays, whatever it is") {
+TEST_CASE("fault 80: the current device stays, whatever it is") {
     int count = 0;
     CUDA_OK(cudaGetDeviceCount(&count));
     if (count < 2) {
