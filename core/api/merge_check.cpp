@@ -1,6 +1,8 @@
 // All tensors of a merge have the shape of `out`, or that without its innermost size.
 #include "api/merge_check.h"
 
+#include <string>
+
 #include "api/struct_size.h"
 #include "api/tensor_check.h"
 
@@ -41,8 +43,10 @@ MergeCall check_merge(int32_t parts, const kivi_tensor* outs, const kivi_tensor*
     call.dim = out->shape[first + 2];
     call.out = make_view(*out, first, true);
     for (int32_t part = 0; part < parts; part++) {
-        call.outs.push_back(check_like(&outs[part], *out, {"outs[i]", 0, 1}, 0));
-        call.lses.push_back(check_like(&lses[part], *out, {"lses[i]", 0, 0, false, KIVI_F32}, 1));
+        const std::string index = "[" + std::to_string(part) + "]";
+        const std::string out_name = "outs" + index, lse_name = "lses" + index;
+        call.outs.push_back(check_like(&outs[part], *out, {out_name.c_str(), 0, 1}, 0));
+        call.lses.push_back(check_like(&lses[part], *out, {lse_name.c_str(), 0, 0, false, KIVI_F32}, 1));
     }
     if (lse != nullptr) call.lse = check_like(lse, *out, {"lse", 0, 0, true, KIVI_F32}, 1);
     call.learned_sinks = learned_sinks;

@@ -1,6 +1,8 @@
 // Writing and checking sequence blobs. Offsets in comments are those of FORMAT.md.
 #include "cache/blob.h"
 
+#include <cstring>
+
 #include "cache/blob_frame.h"
 #include "cache/bytes.h"
 #include "cache/refuse.h"
@@ -40,7 +42,7 @@ void put_spec(ByteWriter& to, const kivi_spec& spec) {
 void match_spec(int32_t layer, ByteReader& from, const kivi_spec& spec, const char* tensor) {
     const auto field = [&](const char* name, auto cache) {
         const auto blob = from.get<decltype(cache)>();
-        if (blob != cache) {
+        if (std::memcmp(&blob, &cache, sizeof cache) != 0) {  // bits: a ratio of -0 is not 0
             refuse(KIVI_ERROR_MISMATCH, "the blob's ", name, " of ", tensor, " of layer ", layer, " is ",
                    blob, "; the cache has ", cache);
         }

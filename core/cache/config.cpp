@@ -15,6 +15,7 @@ namespace kivi {
 namespace {
 
 constexpr int kMostThreads = 1024;
+constexpr int kMostLayers = 65536;  // far beyond any model; a count that was never set must not take all memory
 
 bool is_one_of(int32_t value, std::initializer_list<int32_t> allowed) {
     for (int32_t candidate : allowed) {
@@ -91,16 +92,17 @@ kivi_spec checked_spec(const std::string& name, const kivi_spec& spec, Part part
     if (!is_one_of(spec.transform, {KIVI_TRANSFORM_NONE, KIVI_TRANSFORM_HADAMARD})) {
         refuse_argument(field, "transform is ", spec.transform, "; supported are 0 (none) and 1 (Hadamard)");
     }
+    kivi_spec checked = spec;
     if (spec.bits == 16) {
         if (spec.axis != 0 || spec.group != 0 || spec.range != 0 || spec.range_ratio != 0 ||
             spec.param_dtype != 0 || spec.rounding != 0) {
             refuse_argument(
                 field, "bits is 16: axis, group, range, range_ratio, param_dtype and rounding must be 0");
         }
-        return spec;
+        checked.range_ratio = 0;
+        return checked;
     }
 
-    kivi_spec checked = spec;
     if (!is_one_of(spec.axis, {KIVI_AXIS_CHANNEL, KIVI_AXIS_TOKEN})) {
         refuse_argument(field, "axis is ", spec.axis, "; supported are 1 (channel) and 2 (token)");
     }
@@ -118,6 +120,7 @@ kivi_spec checked_spec(const std::string& name, const kivi_spec& spec, Part part
         if (spec.range_ratio != 0) {
             refuse_argument(field, "range_ratio is ", spec.range_ratio, "; it must be 0 with min-max ranges");
         }
+        checked.range_ratio = 0;  // of either sign: layout ids and blobs hold its bits
     } else if (spec.range == KIVI_RANGE_RATIO) {
         if (!(spec.range_ratio > 0 && spec.range_ratio <= 1)) {
             refuse_argument(field, "range_ratio is ", spec.range_ratio, "; it must be above 0 and at most 1");
@@ -217,8 +220,8 @@ Model make_model(const kivi_config& config) {
         refuse_argument("max_tokens is ", config.max_tokens, "; it must be at least 1");
     if (config.pool_tokens < 0)
         refuse_argument("pool_tokens is ", config.pool_tokens, "; it must not be negative");
-    if (config.layer_count < 1)
-        refuse_argument("layer_count is ", config.layer_count, "; it must be at least 1");
+    if (config.layer_count < 1 || config.layer_count > kMostLayers)
+        refuse_argument("layer_count is ", config.layer_count, "; it must be from 1 to ", kMostLayers);
     if (config.threads < 0 || config.threads > kMostThreads) {
         refuse_argument("threads is ", config.threads, "; it must be from 0 (one a core) to ", kMostThreads);
     }

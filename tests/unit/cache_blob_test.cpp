@@ -134,6 +134,7 @@ TEST_CASE("nonsense with a right CRC is corrupt or a mismatch, never believed") 
         {KIVI_ERROR_MISMATCH, patched(blob, record, int32_t{2})},            // kv_heads
         {KIVI_ERROR_MISMATCH, patched(blob, record + 16, int32_t{3})},       // bits of K
         {KIVI_ERROR_MISMATCH, patched(blob, record + 48 + 8, int32_t{64})},  // group of V
+        {KIVI_ERROR_MISMATCH, patched(blob, record + 16 + 16, uint32_t{0x80000000})},  // a ratio of -0
         {KIVI_ERROR_CORRUPT, patched(blob, record + 80, int64_t{0})},        // borders
         {KIVI_ERROR_CORRUPT, patched(blob, record + 80, int64_t{16})},
         {KIVI_ERROR_CORRUPT, patched(blob, record + 80, int64_t{64})},

@@ -31,6 +31,8 @@ const std::vector<Refusal>& refusals() {
         {"negative pool", [](auto& c) { c.pool_tokens = -1; }, "pool_tokens is -1"},
         {"no layers", [](auto& c) { c.layer_count = 0; }, "layer_count is 0"},
         {"negative layers", [](auto& c) { c.layer_count = -4; }, "layer_count is -4"},
+        {"garbage layers", [](auto& c) { c.layer_count = INT32_MAX; },
+         "layer_count is 2147483647; it must be from 1 to 65536"},
         {"negative threads", [](auto& c) { c.threads = -1; }, "threads is -1"},
         {"too many threads", [](auto& c) { c.threads = 5000; }, "threads is 5000"},
         {"unknown flag", [](auto& c) { c.flags = 6; }, "flags is 6; known bits are 1"},
@@ -290,6 +292,17 @@ TEST_CASE("fault 73: a huge cache is estimated in 64 bits") {
     // 3 bits an element, of which 64 heads of K and V with 256 channels have 32768 a token.
     CHECK(memory.page_bytes > (uint64_t{1} << 31) * 32768 * 3 / 8 - memory.block_bytes * 2);
     CHECK(memory.page_bytes == memory.blocks * memory.block_bytes);
+}
+
+TEST_CASE("a ratio of -0 names the same layout as 0") {
+    for (const char* preset : {"k3v2", "f16"}) {
+        kivi_config config = small_config(preset);
+        kivi_memory plain, negative;
+        REQUIRE(kivi_cache_estimate(&config, &plain, sizeof plain) == KIVI_OK);
+        config.layer.k.range_ratio = config.layer.v.range_ratio = -0.0f;
+        REQUIRE(kivi_cache_estimate(&config, &negative, sizeof negative) == KIVI_OK);
+        CHECK(plain.layout_id == negative.layout_id);
+    }
 }
 
 TEST_CASE("devices: the CPU is there, CUDA is not in this build and says so") {

@@ -120,7 +120,7 @@ TEST_CASE("what cannot be merged is refused, and nothing is written") {
     CHECK(kivi_merge(1, outs, lses, nullptr, nullptr, nullptr, nullptr) == KIVI_ERROR_INVALID_ARGUMENT);
     lses[0].shape[0] = 2;
     CHECK(kivi_merge(1, outs, lses, nullptr, &to, nullptr, nullptr) == KIVI_ERROR_INVALID_ARGUMENT);
-    CHECK(contains(error(), "shape[0] is 2; out has 3"));
+    CHECK(contains(error(), "lses[0]: shape[0] is 2; out has 3"));
     lses[0] = dense(parts.lse_a, {kTokens, kHeads});
     outs[0].shape[2] = 8;
     CHECK(kivi_merge(1, outs, lses, nullptr, &to, nullptr, nullptr) == KIVI_ERROR_INVALID_ARGUMENT);
