@@ -494,10 +494,11 @@ __device__ __forceinline__ void rotate(float (&x)[C::kPairs][8], int lane) {
     }
 }
 
-// q * 2^-exponent * 2^-step_power as B operands.
+// Leaves q * 2^-exponent * 2^-step_power as B operands in `to`; returns 2^(exponent + 24), of row lane / 4. A function
+// of its own, so that its instructions are in the cache when a later segment begins: fetched behind pages they would
+// take microseconds.
 template <class C>
-__device__ __forceinline__ void start_segment(HeadState<C>& s, const RawQueries<C>& raw, SharedStorage<C>& shared,
-                                              const DecodeArgs& p, int warp, int lane) {
+__device__ __noinline__ float prepare_queries(RawQueries<C> raw, bool rotated, uint32_t (*to)[32][4], int lane) {
     float x[C::kPairs][8];
 #pragma unroll
     for (int i = 0; i < C::kPairs; ++i) {
@@ -508,7 +509,7 @@ __device__ __forceinline__ void start_segment(HeadState<C>& s, const RawQueries<
             x[i][2 * k] = pair.x, x[i][2 * k + 1] = pair.y;
         }
     }
-    if (p.rotated_keys) rotate<C>(x, lane);
+    if (rotated) rotate<C>(x, lane);
     float largest = 0;
 #pragma unroll
     for (int i = 0; i < C::kPairs; ++i) {
@@ -520,7 +521,6 @@ __device__ __forceinline__ void start_segment(HeadState<C>& s, const RawQueries<
     // largest < 2^exponent, so |q * 2^-exponent| < 1 and q * key scale stays below the largest fp16 scale.
     const int exponent = min(max(int(__float_as_uint(largest) >> 23) - 126, -90), 90);
     const float down = __uint_as_float(unsigned(127 - exponent) << 23);
-    const float factor = p.scale_log2 * __uint_as_float(unsigned(127 + 24 + exponent) << 23);
 #pragma unroll
     for (int i = 0; i < C::kPairs; ++i) {
         uint32_t q[4];
@@ -529,11 +529,18 @@ __device__ __forceinline__ void start_segment(HeadState<C>& s, const RawQueries<
             const float power = down / float(1 << step_power(C::kKeyBits, 2 * i + k % 2));
             q[k % 2 * 2 + k / 2] = to_pair(x[i][2 * k] * power, x[i][2 * k + 1] * power);
         }
-        *reinterpret_cast<uint4*>(shared.queries[warp][i][lane]) = make_uint4(q[0], q[1], q[2], q[3]);
+        *reinterpret_cast<uint4*>(to[i][lane]) = make_uint4(q[0], q[1], q[2], q[3]);
     }
+    __syncwarp();
+    return __uint_as_float(unsigned(127 + 24 + exponent) << 23);
+}
+
+// `unit` is what prepare_queries gave.
+template <class C>
+__device__ __forceinline__ void start_segment(HeadState<C>& s, float unit, float scale_log2, int lane) {
 #pragma unroll
     for (int h = 0; h < C::kThreadRows; ++h) {
-        s.factor[h] = __shfl_sync(kAll, factor, (lane & 3) * 8 + 4 * h);  // of row 2 * column + h
+        s.factor[h] = scale_log2 * __shfl_sync(kAll, unit, (lane & 3) * 8 + 4 * h);  // of row 2 * column + h
         s.reference[h] = 0.0f;
     }
 #pragma unroll
@@ -1132,28 +1139,31 @@ __device__ __forceinline__ bool all_arrived(const DecodeArgs& p, unsigned first,
 // Adds a row's partials of blocks first .. last, in their order.
 template <class C>
 __device__ __forceinline__ Row merge_blocks(const DecodeArgs& p, unsigned first, unsigned last, int row, int lane) {
-    constexpr int kAtOnce = 18;
+    constexpr int kAtOnce = 18, kStride = 2 * C::kPartialFloats;
     Row r;
     r.reference = kNoExponent;
+    const float* from = p.partials + size_t(first) * kStride + row * C::kPartialRow;
 #pragma unroll 1
-    for (unsigned b = first; b <= last; b += kAtOnce) {
+    for (unsigned b = first; b <= last; b += kAtOnce, from += kAtOnce * kStride) {
+        const int count = min(unsigned(kAtOnce), last - b + 1);
         float2 e[kAtOnce];
         float4 v[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            const unsigned block = min(b + i, last);
-            const float* const from =
-                p.partials + place_of(block, block == first) * C::kPartialFloats + row * C::kPartialRow;
-            e[i] = __ldcg(reinterpret_cast<const float2*>(from + C::kPartialExponent));
-            v[i] = __ldcg(reinterpret_cast<const float4*>(from + lane_channel<C>(lane)));
+            if (i >= count) continue;
+            const float* const at = from + i * kStride + (i == 0 && b == first ? C::kPartialFloats : 0);
+            e[i] = __ldcg(reinterpret_cast<const float2*>(at + C::kPartialExponent));
+            v[i] = __ldcg(reinterpret_cast<const float4*>(at + lane_channel<C>(lane)));
         }
         float largest = r.reference;
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) largest = fmaxf(largest, e[i].x);
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (i < count) largest = fmaxf(largest, e[i].x);
+        }
         r.move_to(largest);
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            if (b + i <= last) r.add(exp2_fast(e[i].x - largest), e[i].y, v[i]);
+            if (i < count) r.add(exp2_fast(e[i].x - largest), e[i].y, v[i]);
         }
     }
     return r;
@@ -1293,7 +1303,18 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         bulk_copy(to + C::kKeyBytes, v.source + p.value_offset + block * C::kValueBlock, C::kValueBytes, bar);
     };
 
-    RawQueries<C> queries;
+    const auto prepare = [&](const RawQueries<C>& queries) {
+        return prepare_queries<C>(queries, p.rotated_keys, shared.queries[warp], lane);
+    };
+    // What the warp will see of a segment that begins at `begin`; by one lane, and for the first segment before its
+    // pages are asked for: small loads behind them would wait for megabytes.
+    const auto note = [&](int segment, unsigned begin, int info) {
+        shared.from_start[warp] = info_first(info);
+        const Extent<C> e(lengths_of(p, divide(segment, kv_heads)));
+        shared.seen[warp] = {segment, begin, begin + e.place(e.visits - 1), partition.owner(begin)};
+        shared.next_begin[warp] = begin + e.place(e.visits);
+    };
+    float unit = 0;
     if (slice_begin < slice.end) {
         const int owner = __ffs(__ballot_sync(kAll, slice_begin >= upto - own && slice_begin < upto)) - 1;
         slice.row = owner * chunk;
@@ -1322,14 +1343,15 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         // The first queries before the first pages: behind those of the block's other warps they would wait for
         // megabytes. (Rows without tokens may lie between: then these are not the first queries, see below.)
         const int expected = slice.row < unsigned(batch_rows) ? slice.row * kv_heads + slice.head : 0;
-        queries = fetch_queries<C>(p, expected, lane);
+        RawQueries<C> queries = fetch_queries<C>(p, expected, lane);
         if (lane == 0) shared.slices[warp] = slice;
         unsigned segment_begin;
         const Visit v = plan(slice, l, 0, 32, &segment_begin);
         const int first_segment = __shfl_sync(kAll, v.segment, 0);
         if (first_segment >= 0 && first_segment != expected) queries = fetch_queries<C>(p, first_segment, lane);
+        unit = prepare(queries);
+        if (lane == 0 && first_segment >= 0) note(first_segment, segment_begin, v.info);
         if (lane < C::kStages && v.segment >= 0) fetch(v, lane, lane > 0);
-        if (lane == 0) shared.next_begin[warp] = segment_begin;
     } else if (lane == 0) {
         shared.plan[warp][0].segment = -1;
     }
@@ -1366,16 +1388,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
                 }
             }
             if (next_segment < 0) break;
-            if (segment >= 0) queries = fetch_queries<C>(p, next_segment, lane);
-            segment = next_segment;
-            if (lane == 0) {
-                shared.from_start[warp] = info_first(info);
-                const Extent<C> e(lengths_of(p, divide(segment, kv_heads)));
-                const unsigned begin = shared.next_begin[warp];
-                shared.seen[warp] = {segment, begin, begin + e.place(e.visits - 1), shared.block.partition.owner(begin)};
-                shared.next_begin[warp] = begin + e.place(e.visits);
+            if (segment >= 0) {
+                unit = prepare(fetch_queries<C>(p, next_segment, lane));
+                if (lane == 0) note(next_segment, shared.next_begin[warp], info);
             }
-            start_segment<C>(state, queries, shared, p, warp, lane);
+            segment = next_segment;
+            start_segment<C>(state, unit, p.scale_log2, lane);
             __syncwarp();
         }
 
@@ -1429,24 +1447,22 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     }
     if (sharing == 0) return;
 
-    // The last to arrive merges over blocks.
+    // The last to arrive merges over blocks. A warp for each of the (one or two) segments looks who has arrived.
+    if (threadIdx.x == 0) shared.complete = 0;
     __syncthreads();
-    if (warp == 0) {
-        if (speaks && is_shared) {
+    if (warp < __popc(sharing)) {
+        const int speaker = speaker_of(sharing, warp);
+        const unsigned first = __shfl_sync(kAll, mine.block, speaker);
+        const unsigned last = piece.partition.owner(__shfl_sync(kAll, mine.last, speaker));
+        if (lane == 0) {
             asm volatile("fence.acq_rel.gpu;" ::: "memory");
-            *static_cast<volatile uint64_t*>(p.flags + place_of(blockIdx.x, mine.block == blockIdx.x)) = p.launch;
+            *static_cast<volatile uint64_t*>(p.flags + place_of(blockIdx.x, first == blockIdx.x)) = p.launch;
             asm volatile("fence.sc.gpu;" ::: "memory");
         }
         __syncwarp();
-        unsigned complete = 0;
-        for (unsigned left = sharing; left != 0; left &= left - 1) {
-            const int speaker = __ffs(left) - 1;
-            const unsigned first = __shfl_sync(kAll, mine.block, speaker);
-            const unsigned last = piece.partition.owner(__shfl_sync(kAll, mine.last, speaker));
-            if (all_arrived(p, first, last, lane)) complete |= 1u << speaker;
-        }
+        const bool all = all_arrived(p, first, last, lane);
         asm volatile("fence.acq_rel.gpu;" ::: "memory");
-        if (lane == 0) shared.complete = complete;
+        if (lane == 0 && all) atomicOr(&shared.complete, 1u << speaker);
     }
     __syncthreads();
     const unsigned complete = shared.complete;
