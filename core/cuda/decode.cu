@@ -13,7 +13,8 @@ namespace kivi::cuda {
 namespace {
 
 constexpr float kLog2E = 1.4426950408889634f;
-constexpr int32_t kBulkCopies = 90;    // compute capability from which on they exist
+// Compute capabilities with bulk copies and 227 KB of shared memory a block: from 9.0 to below 12.0.
+constexpr int32_t kFirstCapability = 90, kEndCapability = 120;
 constexpr int64_t kMaxTokens = 1 << 24;  // places on the line of work are 32-bit
 
 int value_group(const TensorStore& value) {
@@ -108,7 +109,9 @@ fast::DecodeArgs arguments(const AttendArgs& args) {
 const char* why_not_decode(const TensorStore& key, const TensorStore& value, int32_t capability) {
     const kivi_spec& k = key.spec();
     const kivi_spec& v = value.spec();
-    if (capability < kBulkCopies) return "the fast kernel needs compute capability 9.0";
+    if (capability < kFirstCapability || capability >= kEndCapability) {
+        return "the fast kernel needs compute capability 9.0 or 10.x";
+    }
     if (k.bits == 16 || v.bits == 16 || k.axis != KIVI_AXIS_CHANNEL || v.axis != KIVI_AXIS_TOKEN) {
         return "the fast kernel needs keys by channel and values by token";
     }
