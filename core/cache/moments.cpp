@@ -89,7 +89,11 @@ std::vector<Feedback> make_tables(const std::vector<float>& means, const kivi_la
     const size_t size = static_cast<size_t>(layer.key_dim) * layer.key_dim;
     std::vector<Feedback> tables(layer.kv_heads);
     for (int head = 0; head < layer.kv_heads; head++) {
-        if (!make_feedback(&means[head * size], layer.key_dim, &tables[head])) {
+        const float* matrix = &means[head * size];
+        if (!std::all_of(matrix, matrix + size, [](float x) { return std::isfinite(x); })) {
+            refuse_argument("the moments of KV head ", head, " are not finite: a query held a NaN or an infinity");
+        }
+        if (!make_feedback(matrix, layer.key_dim, &tables[head])) {
             refuse_argument("the moments of KV head ", head, " are not positive definite after damping");
         }
     }
