@@ -81,14 +81,11 @@ const _: () = {
     ["Alignment of kivi_tensor"][::core::mem::align_of::<kivi_tensor>() - 8usize];
     ["Offset of field: kivi_tensor::data"][::core::mem::offset_of!(kivi_tensor, data) - 0usize];
     ["Offset of field: kivi_tensor::dtype"][::core::mem::offset_of!(kivi_tensor, dtype) - 8usize];
-    ["Offset of field: kivi_tensor::device"]
-        [::core::mem::offset_of!(kivi_tensor, device) - 12usize];
-    ["Offset of field: kivi_tensor::device_id"]
-        [::core::mem::offset_of!(kivi_tensor, device_id) - 16usize];
+    ["Offset of field: kivi_tensor::device"][::core::mem::offset_of!(kivi_tensor, device) - 12usize];
+    ["Offset of field: kivi_tensor::device_id"][::core::mem::offset_of!(kivi_tensor, device_id) - 16usize];
     ["Offset of field: kivi_tensor::rank"][::core::mem::offset_of!(kivi_tensor, rank) - 20usize];
     ["Offset of field: kivi_tensor::shape"][::core::mem::offset_of!(kivi_tensor, shape) - 24usize];
-    ["Offset of field: kivi_tensor::stride"]
-        [::core::mem::offset_of!(kivi_tensor, stride) - 56usize];
+    ["Offset of field: kivi_tensor::stride"][::core::mem::offset_of!(kivi_tensor, stride) - 56usize];
 };
 impl Default for kivi_tensor {
     fn default() -> Self {
@@ -121,19 +118,14 @@ pub struct kivi_batch {
 const _: () = {
     ["Size of kivi_batch"][::core::mem::size_of::<kivi_batch>() - 48usize];
     ["Alignment of kivi_batch"][::core::mem::align_of::<kivi_batch>() - 8usize];
-    ["Offset of field: kivi_batch::struct_size"]
-        [::core::mem::offset_of!(kivi_batch, struct_size) - 0usize];
+    ["Offset of field: kivi_batch::struct_size"][::core::mem::offset_of!(kivi_batch, struct_size) - 0usize];
     ["Offset of field: kivi_batch::rows"][::core::mem::offset_of!(kivi_batch, rows) - 8usize];
-    ["Offset of field: kivi_batch::max_count"]
-        [::core::mem::offset_of!(kivi_batch, max_count) - 12usize];
-    ["Offset of field: kivi_batch::sequences"]
-        [::core::mem::offset_of!(kivi_batch, sequences) - 16usize];
+    ["Offset of field: kivi_batch::max_count"][::core::mem::offset_of!(kivi_batch, max_count) - 12usize];
+    ["Offset of field: kivi_batch::sequences"][::core::mem::offset_of!(kivi_batch, sequences) - 16usize];
     ["Offset of field: kivi_batch::counts"][::core::mem::offset_of!(kivi_batch, counts) - 24usize];
-    ["Offset of field: kivi_batch::offsets"]
-        [::core::mem::offset_of!(kivi_batch, offsets) - 32usize];
+    ["Offset of field: kivi_batch::offsets"][::core::mem::offset_of!(kivi_batch, offsets) - 32usize];
     ["Offset of field: kivi_batch::device"][::core::mem::offset_of!(kivi_batch, device) - 40usize];
-    ["Offset of field: kivi_batch::reserved0"]
-        [::core::mem::offset_of!(kivi_batch, reserved0) - 44usize];
+    ["Offset of field: kivi_batch::reserved0"][::core::mem::offset_of!(kivi_batch, reserved0) - 44usize];
 };
 impl Default for kivi_batch {
     fn default() -> Self {
@@ -198,16 +190,11 @@ const _: () = {
     ["Offset of field: kivi_spec::axis"][::core::mem::offset_of!(kivi_spec, axis) - 4usize];
     ["Offset of field: kivi_spec::group"][::core::mem::offset_of!(kivi_spec, group) - 8usize];
     ["Offset of field: kivi_spec::range"][::core::mem::offset_of!(kivi_spec, range) - 12usize];
-    ["Offset of field: kivi_spec::range_ratio"]
-        [::core::mem::offset_of!(kivi_spec, range_ratio) - 16usize];
-    ["Offset of field: kivi_spec::param_dtype"]
-        [::core::mem::offset_of!(kivi_spec, param_dtype) - 20usize];
-    ["Offset of field: kivi_spec::transform"]
-        [::core::mem::offset_of!(kivi_spec, transform) - 24usize];
-    ["Offset of field: kivi_spec::rounding"]
-        [::core::mem::offset_of!(kivi_spec, rounding) - 28usize];
-    ["Offset of field: kivi_spec::reserved"]
-        [::core::mem::offset_of!(kivi_spec, reserved) - 32usize];
+    ["Offset of field: kivi_spec::range_ratio"][::core::mem::offset_of!(kivi_spec, range_ratio) - 16usize];
+    ["Offset of field: kivi_spec::param_dtype"][::core::mem::offset_of!(kivi_spec, param_dtype) - 20usize];
+    ["Offset of field: kivi_spec::transform"][::core::mem::offset_of!(kivi_spec, transform) - 24usize];
+    ["Offset of field: kivi_spec::rounding"][::core::mem::offset_of!(kivi_spec, rounding) - 28usize];
+    ["Offset of field: kivi_spec::reserved"][::core::mem::offset_of!(kivi_spec, reserved) - 32usize];
 };
 #[doc = "```text\nOne layer of the model (or of this rank's shard of it). Frozen.\n```"]
 #[repr(C)]
@@ -229,16 +216,13 @@ pub struct kivi_layer {
 const _: () = {
     ["Size of kivi_layer"][::core::mem::size_of::<kivi_layer>() - 160usize];
     ["Alignment of kivi_layer"][::core::mem::align_of::<kivi_layer>() - 4usize];
-    ["Offset of field: kivi_layer::kv_heads"]
-        [::core::mem::offset_of!(kivi_layer, kv_heads) - 0usize];
+    ["Offset of field: kivi_layer::kv_heads"][::core::mem::offset_of!(kivi_layer, kv_heads) - 0usize];
     ["Offset of field: kivi_layer::q_heads"][::core::mem::offset_of!(kivi_layer, q_heads) - 4usize];
     ["Offset of field: kivi_layer::key_dim"][::core::mem::offset_of!(kivi_layer, key_dim) - 8usize];
-    ["Offset of field: kivi_layer::value_dim"]
-        [::core::mem::offset_of!(kivi_layer, value_dim) - 12usize];
+    ["Offset of field: kivi_layer::value_dim"][::core::mem::offset_of!(kivi_layer, value_dim) - 12usize];
     ["Offset of field: kivi_layer::k"][::core::mem::offset_of!(kivi_layer, k) - 16usize];
     ["Offset of field: kivi_layer::v"][::core::mem::offset_of!(kivi_layer, v) - 80usize];
-    ["Offset of field: kivi_layer::reserved"]
-        [::core::mem::offset_of!(kivi_layer, reserved) - 144usize];
+    ["Offset of field: kivi_layer::reserved"][::core::mem::offset_of!(kivi_layer, reserved) - 144usize];
 };
 #[doc = "```text\nsink, recent and flush as described at kivi_config\n```"]
 pub const KIVI_SCHEDULE_ROLLING: kivi_schedule = 0;
@@ -287,35 +271,27 @@ pub struct kivi_config {
 const _: () = {
     ["Size of kivi_config"][::core::mem::size_of::<kivi_config>() - 272usize];
     ["Alignment of kivi_config"][::core::mem::align_of::<kivi_config>() - 8usize];
-    ["Offset of field: kivi_config::struct_size"]
-        [::core::mem::offset_of!(kivi_config, struct_size) - 0usize];
+    ["Offset of field: kivi_config::struct_size"][::core::mem::offset_of!(kivi_config, struct_size) - 0usize];
     ["Offset of field: kivi_config::device"][::core::mem::offset_of!(kivi_config, device) - 8usize];
-    ["Offset of field: kivi_config::device_id"]
-        [::core::mem::offset_of!(kivi_config, device_id) - 12usize];
+    ["Offset of field: kivi_config::device_id"][::core::mem::offset_of!(kivi_config, device_id) - 12usize];
     ["Offset of field: kivi_config::window_dtype"]
         [::core::mem::offset_of!(kivi_config, window_dtype) - 16usize];
     ["Offset of field: kivi_config::max_sequences"]
         [::core::mem::offset_of!(kivi_config, max_sequences) - 20usize];
-    ["Offset of field: kivi_config::max_tokens"]
-        [::core::mem::offset_of!(kivi_config, max_tokens) - 24usize];
+    ["Offset of field: kivi_config::max_tokens"][::core::mem::offset_of!(kivi_config, max_tokens) - 24usize];
     ["Offset of field: kivi_config::pool_tokens"]
         [::core::mem::offset_of!(kivi_config, pool_tokens) - 32usize];
     ["Offset of field: kivi_config::sink"][::core::mem::offset_of!(kivi_config, sink) - 40usize];
-    ["Offset of field: kivi_config::recent"]
-        [::core::mem::offset_of!(kivi_config, recent) - 44usize];
+    ["Offset of field: kivi_config::recent"][::core::mem::offset_of!(kivi_config, recent) - 44usize];
     ["Offset of field: kivi_config::flush"][::core::mem::offset_of!(kivi_config, flush) - 48usize];
-    ["Offset of field: kivi_config::schedule"]
-        [::core::mem::offset_of!(kivi_config, schedule) - 52usize];
+    ["Offset of field: kivi_config::schedule"][::core::mem::offset_of!(kivi_config, schedule) - 52usize];
     ["Offset of field: kivi_config::layer_count"]
         [::core::mem::offset_of!(kivi_config, layer_count) - 56usize];
-    ["Offset of field: kivi_config::threads"]
-        [::core::mem::offset_of!(kivi_config, threads) - 60usize];
-    ["Offset of field: kivi_config::layers"]
-        [::core::mem::offset_of!(kivi_config, layers) - 64usize];
+    ["Offset of field: kivi_config::threads"][::core::mem::offset_of!(kivi_config, threads) - 60usize];
+    ["Offset of field: kivi_config::layers"][::core::mem::offset_of!(kivi_config, layers) - 64usize];
     ["Offset of field: kivi_config::layer"][::core::mem::offset_of!(kivi_config, layer) - 72usize];
     ["Offset of field: kivi_config::flags"][::core::mem::offset_of!(kivi_config, flags) - 232usize];
-    ["Offset of field: kivi_config::reserved"]
-        [::core::mem::offset_of!(kivi_config, reserved) - 240usize];
+    ["Offset of field: kivi_config::reserved"][::core::mem::offset_of!(kivi_config, reserved) - 240usize];
 };
 impl Default for kivi_config {
     fn default() -> Self {
@@ -350,18 +326,15 @@ pub struct kivi_preset {
 const _: () = {
     ["Size of kivi_preset"][::core::mem::size_of::<kivi_preset>() - 168usize];
     ["Alignment of kivi_preset"][::core::mem::align_of::<kivi_preset>() - 8usize];
-    ["Offset of field: kivi_preset::struct_size"]
-        [::core::mem::offset_of!(kivi_preset, struct_size) - 0usize];
+    ["Offset of field: kivi_preset::struct_size"][::core::mem::offset_of!(kivi_preset, struct_size) - 0usize];
     ["Offset of field: kivi_preset::name"][::core::mem::offset_of!(kivi_preset, name) - 8usize];
     ["Offset of field: kivi_preset::what"][::core::mem::offset_of!(kivi_preset, what) - 16usize];
     ["Offset of field: kivi_preset::k"][::core::mem::offset_of!(kivi_preset, k) - 24usize];
     ["Offset of field: kivi_preset::v"][::core::mem::offset_of!(kivi_preset, v) - 88usize];
     ["Offset of field: kivi_preset::sink"][::core::mem::offset_of!(kivi_preset, sink) - 152usize];
-    ["Offset of field: kivi_preset::recent"]
-        [::core::mem::offset_of!(kivi_preset, recent) - 156usize];
+    ["Offset of field: kivi_preset::recent"][::core::mem::offset_of!(kivi_preset, recent) - 156usize];
     ["Offset of field: kivi_preset::flush"][::core::mem::offset_of!(kivi_preset, flush) - 160usize];
-    ["Offset of field: kivi_preset::schedule"]
-        [::core::mem::offset_of!(kivi_preset, schedule) - 164usize];
+    ["Offset of field: kivi_preset::schedule"][::core::mem::offset_of!(kivi_preset, schedule) - 164usize];
 };
 impl Default for kivi_preset {
     fn default() -> Self {
@@ -380,10 +353,7 @@ extern "C" {
 }
 extern "C" {
     #[doc = "```text\nSets config->layer.k, config->layer.v and the windows from the preset `name`: k3v2, kivi2-sink, k4v2,\nkivi4, kivi2-paper, f16. A caller with a layer table copies config->layer.k and .v into it.\n```"]
-    pub fn kivi_config_preset(
-        config: *mut kivi_config,
-        name: *const ::core::ffi::c_char,
-    ) -> kivi_status;
+    pub fn kivi_config_preset(config: *mut kivi_config, name: *const ::core::ffi::c_char) -> kivi_status;
 }
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -411,8 +381,7 @@ const _: () = {
     ["Alignment of kivi_device_info"][::core::mem::align_of::<kivi_device_info>() - 8usize];
     ["Offset of field: kivi_device_info::struct_size"]
         [::core::mem::offset_of!(kivi_device_info, struct_size) - 0usize];
-    ["Offset of field: kivi_device_info::device"]
-        [::core::mem::offset_of!(kivi_device_info, device) - 8usize];
+    ["Offset of field: kivi_device_info::device"][::core::mem::offset_of!(kivi_device_info, device) - 8usize];
     ["Offset of field: kivi_device_info::device_id"]
         [::core::mem::offset_of!(kivi_device_info, device_id) - 12usize];
     ["Offset of field: kivi_device_info::available"]
@@ -425,8 +394,7 @@ const _: () = {
         [::core::mem::offset_of!(kivi_device_info, reserved0) - 28usize];
     ["Offset of field: kivi_device_info::memory_bytes"]
         [::core::mem::offset_of!(kivi_device_info, memory_bytes) - 32usize];
-    ["Offset of field: kivi_device_info::name"]
-        [::core::mem::offset_of!(kivi_device_info, name) - 40usize];
+    ["Offset of field: kivi_device_info::name"][::core::mem::offset_of!(kivi_device_info, name) - 40usize];
     ["Offset of field: kivi_device_info::reason"]
         [::core::mem::offset_of!(kivi_device_info, reason) - 168usize];
 };
@@ -481,18 +449,14 @@ const _: () = {
     ["Alignment of kivi_support"][::core::mem::align_of::<kivi_support>() - 8usize];
     ["Offset of field: kivi_support::struct_size"]
         [::core::mem::offset_of!(kivi_support, struct_size) - 0usize];
-    ["Offset of field: kivi_support::supported"]
-        [::core::mem::offset_of!(kivi_support, supported) - 8usize];
+    ["Offset of field: kivi_support::supported"][::core::mem::offset_of!(kivi_support, supported) - 8usize];
     ["Offset of field: kivi_support::attend_path"]
         [::core::mem::offset_of!(kivi_support, attend_path) - 12usize];
-    ["Offset of field: kivi_support::pack_path"]
-        [::core::mem::offset_of!(kivi_support, pack_path) - 16usize];
-    ["Offset of field: kivi_support::reserved0"]
-        [::core::mem::offset_of!(kivi_support, reserved0) - 20usize];
+    ["Offset of field: kivi_support::pack_path"][::core::mem::offset_of!(kivi_support, pack_path) - 16usize];
+    ["Offset of field: kivi_support::reserved0"][::core::mem::offset_of!(kivi_support, reserved0) - 20usize];
     ["Offset of field: kivi_support::bits_per_element"]
         [::core::mem::offset_of!(kivi_support, bits_per_element) - 24usize];
-    ["Offset of field: kivi_support::reason"]
-        [::core::mem::offset_of!(kivi_support, reason) - 32usize];
+    ["Offset of field: kivi_support::reason"][::core::mem::offset_of!(kivi_support, reason) - 32usize];
 };
 impl Default for kivi_support {
     fn default() -> Self {
@@ -543,12 +507,9 @@ pub struct kivi_memory {
 const _: () = {
     ["Size of kivi_memory"][::core::mem::size_of::<kivi_memory>() - 80usize];
     ["Alignment of kivi_memory"][::core::mem::align_of::<kivi_memory>() - 8usize];
-    ["Offset of field: kivi_memory::struct_size"]
-        [::core::mem::offset_of!(kivi_memory, struct_size) - 0usize];
-    ["Offset of field: kivi_memory::total_bytes"]
-        [::core::mem::offset_of!(kivi_memory, total_bytes) - 8usize];
-    ["Offset of field: kivi_memory::page_bytes"]
-        [::core::mem::offset_of!(kivi_memory, page_bytes) - 16usize];
+    ["Offset of field: kivi_memory::struct_size"][::core::mem::offset_of!(kivi_memory, struct_size) - 0usize];
+    ["Offset of field: kivi_memory::total_bytes"][::core::mem::offset_of!(kivi_memory, total_bytes) - 8usize];
+    ["Offset of field: kivi_memory::page_bytes"][::core::mem::offset_of!(kivi_memory, page_bytes) - 16usize];
     ["Offset of field: kivi_memory::window_bytes"]
         [::core::mem::offset_of!(kivi_memory, window_bytes) - 24usize];
     ["Offset of field: kivi_memory::table_bytes"]
@@ -557,12 +518,10 @@ const _: () = {
         [::core::mem::offset_of!(kivi_memory, moment_bytes) - 40usize];
     ["Offset of field: kivi_memory::scratch_bytes"]
         [::core::mem::offset_of!(kivi_memory, scratch_bytes) - 48usize];
-    ["Offset of field: kivi_memory::blocks"]
-        [::core::mem::offset_of!(kivi_memory, blocks) - 56usize];
+    ["Offset of field: kivi_memory::blocks"][::core::mem::offset_of!(kivi_memory, blocks) - 56usize];
     ["Offset of field: kivi_memory::block_bytes"]
         [::core::mem::offset_of!(kivi_memory, block_bytes) - 64usize];
-    ["Offset of field: kivi_memory::layout_id"]
-        [::core::mem::offset_of!(kivi_memory, layout_id) - 72usize];
+    ["Offset of field: kivi_memory::layout_id"][::core::mem::offset_of!(kivi_memory, layout_id) - 72usize];
 };
 extern "C" {
     pub fn kivi_cache_estimate(
@@ -573,10 +532,7 @@ extern "C" {
 }
 extern "C" {
     #[doc = "```text\n[CREATE-1] Anything that is not supported is refused here with a sentence that names the rule; nothing\nis refused later for its configuration. *cache is NULL after a failure.\n```"]
-    pub fn kivi_cache_create(
-        config: *const kivi_config,
-        cache: *mut *mut kivi_cache,
-    ) -> kivi_status;
+    pub fn kivi_cache_create(config: *const kivi_config, cache: *mut *mut kivi_cache) -> kivi_status;
 }
 extern "C" {
     #[doc = "```text\nAccepts NULL. [DESTROY-1] A handle that was destroyed before is ignored. May wait for queued work.\n```"]
@@ -603,11 +559,7 @@ extern "C" {
 }
 extern "C" {
     #[doc = "```text\nEmpties one sequence and returns its blocks.\n```"]
-    pub fn kivi_sequence_reset(
-        cache: *mut kivi_cache,
-        sequence: i32,
-        stream: kivi_stream,
-    ) -> kivi_status;
+    pub fn kivi_sequence_reset(cache: *mut kivi_cache, sequence: i32, stream: kivi_stream) -> kivi_status;
 }
 extern "C" {
     #[doc = "```text\nGives the sequence all blocks that it needs at a length of `tokens`, so that appends up to there, and\nflushes, take none: what a captured graph needs before its replays. [RESERVE-1] Nothing else changes, and\nthe blocks stay until the sequence is reset. KIVI_ERROR_CAPACITY if tokens pass max_tokens or the pool is\nexhausted. kivi_reserve moves pages: graphs captured before it must not be replayed.\n```"]
@@ -635,12 +587,10 @@ pub struct kivi_length {
 const _: () = {
     ["Size of kivi_length"][::core::mem::size_of::<kivi_length>() - 40usize];
     ["Alignment of kivi_length"][::core::mem::align_of::<kivi_length>() - 8usize];
-    ["Offset of field: kivi_length::struct_size"]
-        [::core::mem::offset_of!(kivi_length, struct_size) - 0usize];
+    ["Offset of field: kivi_length::struct_size"][::core::mem::offset_of!(kivi_length, struct_size) - 0usize];
     ["Offset of field: kivi_length::length"][::core::mem::offset_of!(kivi_length, length) - 8usize];
     ["Offset of field: kivi_length::sink"][::core::mem::offset_of!(kivi_length, sink) - 16usize];
-    ["Offset of field: kivi_length::key_border"]
-        [::core::mem::offset_of!(kivi_length, key_border) - 24usize];
+    ["Offset of field: kivi_length::key_border"][::core::mem::offset_of!(kivi_length, key_border) - 24usize];
     ["Offset of field: kivi_length::value_border"]
         [::core::mem::offset_of!(kivi_length, value_border) - 32usize];
 };
@@ -685,8 +635,7 @@ const _: () = {
     ["Alignment of kivi_statistics"][::core::mem::align_of::<kivi_statistics>() - 8usize];
     ["Offset of field: kivi_statistics::struct_size"]
         [::core::mem::offset_of!(kivi_statistics, struct_size) - 0usize];
-    ["Offset of field: kivi_statistics::tokens"]
-        [::core::mem::offset_of!(kivi_statistics, tokens) - 8usize];
+    ["Offset of field: kivi_statistics::tokens"][::core::mem::offset_of!(kivi_statistics, tokens) - 8usize];
     ["Offset of field: kivi_statistics::packed_tokens"]
         [::core::mem::offset_of!(kivi_statistics, packed_tokens) - 16usize];
     ["Offset of field: kivi_statistics::blocks_used"]
@@ -775,14 +724,11 @@ const _: () = {
         [::core::mem::offset_of!(kivi_attend_params, soft_cap) - 12usize];
     ["Offset of field: kivi_attend_params::window_left"]
         [::core::mem::offset_of!(kivi_attend_params, window_left) - 16usize];
-    ["Offset of field: kivi_attend_params::k"]
-        [::core::mem::offset_of!(kivi_attend_params, k) - 24usize];
-    ["Offset of field: kivi_attend_params::v"]
-        [::core::mem::offset_of!(kivi_attend_params, v) - 32usize];
+    ["Offset of field: kivi_attend_params::k"][::core::mem::offset_of!(kivi_attend_params, k) - 24usize];
+    ["Offset of field: kivi_attend_params::v"][::core::mem::offset_of!(kivi_attend_params, v) - 32usize];
     ["Offset of field: kivi_attend_params::learned_sinks"]
         [::core::mem::offset_of!(kivi_attend_params, learned_sinks) - 40usize];
-    ["Offset of field: kivi_attend_params::lse"]
-        [::core::mem::offset_of!(kivi_attend_params, lse) - 48usize];
+    ["Offset of field: kivi_attend_params::lse"][::core::mem::offset_of!(kivi_attend_params, lse) - 48usize];
     ["Offset of field: kivi_attend_params::flags"]
         [::core::mem::offset_of!(kivi_attend_params, flags) - 56usize];
     ["Offset of field: kivi_attend_params::reserved"]
@@ -798,10 +744,7 @@ impl Default for kivi_attend_params {
     }
 }
 extern "C" {
-    pub fn kivi_attend_params_init(
-        params: *mut kivi_attend_params,
-        struct_size: usize,
-    ) -> kivi_status;
+    pub fn kivi_attend_params_init(params: *mut kivi_attend_params, struct_size: usize) -> kivi_status;
 }
 extern "C" {
     #[doc = "```text\nAttention of counts[r] queries a row over sink window, pages and tail in one softmax.\nq [rows, tokens, q_heads, key_dim], out [rows, tokens, q_heads, value_dim], any dtypes. Query head h\nreads KV head h / (q_heads / kv_heads). [ATTEND-1] Causal, bottom-right: with n cached tokens and c\nqueries, query i stands at position n - c + i (n + i with fresh keys) and sees positions up to its own.\n[ATTEND-2] A query that sees nothing gives 0 and LSE -infinity. [ATTEND-3] The sink window obeys\nwindow_left. [ATTEND-4] A head that sees a non-finite key gives NaN for the queries that see it and\nnothing else changes. params NULL: defaults. workspace: any alignment, `workspace_bytes` at least\nkivi_attend_workspace of these shapes. Agrees with double precision on the dequantised cache within\n1e-3 (CPU), 3e-3 (CUDA) of the output's norm while scaled scores stay below about 1000; larger ones lose\nthe digits of their differences, since scores are fp32.\n```"]
@@ -858,11 +801,7 @@ extern "C" {
 }
 extern "C" {
     #[doc = "```text\nOne sequence, all layers, as a self-describing, versioned, checksummed blob in the canonical order of\ncore/FORMAT.md: the same bytes from every backend. The buffers are host memory; both calls wait for\nthe stream. [EXPORT-1] kivi_export_size is exact. All layers must have the same length.\n```"]
-    pub fn kivi_export_size(
-        cache: *const kivi_cache,
-        sequence: i32,
-        bytes: *mut usize,
-    ) -> kivi_status;
+    pub fn kivi_export_size(cache: *const kivi_cache, sequence: i32, bytes: *mut usize) -> kivi_status;
 }
 extern "C" {
     pub fn kivi_export(
@@ -906,19 +845,11 @@ extern "C" {
 }
 extern "C" {
     #[doc = "```text\nFactors the layer's moments (in double, on the host) and uses them from now on. [MOMENTS-1] Only while\nnothing of the layer is packed; KIVI_ERROR_STATE after that, or without moments. Waits for the stream.\n```"]
-    pub fn kivi_moments_commit(
-        cache: *mut kivi_cache,
-        layer: i32,
-        stream: kivi_stream,
-    ) -> kivi_status;
+    pub fn kivi_moments_commit(cache: *mut kivi_cache, layer: i32, stream: kivi_stream) -> kivi_status;
 }
 extern "C" {
     #[doc = "```text\nCommitted moments as a blob: basis, matrices, coding order and feedback table.\n```"]
-    pub fn kivi_moments_export_size(
-        cache: *const kivi_cache,
-        layer: i32,
-        bytes: *mut usize,
-    ) -> kivi_status;
+    pub fn kivi_moments_export_size(cache: *const kivi_cache, layer: i32, bytes: *mut usize) -> kivi_status;
 }
 extern "C" {
     pub fn kivi_moments_export(
@@ -974,18 +905,14 @@ const _: () = {
     ["Alignment of kivi_probe_params"][::core::mem::align_of::<kivi_probe_params>() - 8usize];
     ["Offset of field: kivi_probe_params::struct_size"]
         [::core::mem::offset_of!(kivi_probe_params, struct_size) - 0usize];
-    ["Offset of field: kivi_probe_params::q"]
-        [::core::mem::offset_of!(kivi_probe_params, q) - 8usize];
-    ["Offset of field: kivi_probe_params::k"]
-        [::core::mem::offset_of!(kivi_probe_params, k) - 96usize];
-    ["Offset of field: kivi_probe_params::v"]
-        [::core::mem::offset_of!(kivi_probe_params, v) - 184usize];
+    ["Offset of field: kivi_probe_params::q"][::core::mem::offset_of!(kivi_probe_params, q) - 8usize];
+    ["Offset of field: kivi_probe_params::k"][::core::mem::offset_of!(kivi_probe_params, k) - 96usize];
+    ["Offset of field: kivi_probe_params::v"][::core::mem::offset_of!(kivi_probe_params, v) - 184usize];
     ["Offset of field: kivi_probe_params::k_spec"]
         [::core::mem::offset_of!(kivi_probe_params, k_spec) - 272usize];
     ["Offset of field: kivi_probe_params::v_spec"]
         [::core::mem::offset_of!(kivi_probe_params, v_spec) - 336usize];
-    ["Offset of field: kivi_probe_params::sink"]
-        [::core::mem::offset_of!(kivi_probe_params, sink) - 400usize];
+    ["Offset of field: kivi_probe_params::sink"][::core::mem::offset_of!(kivi_probe_params, sink) - 400usize];
     ["Offset of field: kivi_probe_params::recent"]
         [::core::mem::offset_of!(kivi_probe_params, recent) - 404usize];
     ["Offset of field: kivi_probe_params::flush"]
@@ -1061,10 +988,7 @@ const _: () = {
         [::core::mem::offset_of!(kivi_probe_result, sparsity) - 64usize];
 };
 extern "C" {
-    pub fn kivi_probe_params_init(
-        params: *mut kivi_probe_params,
-        struct_size: usize,
-    ) -> kivi_status;
+    pub fn kivi_probe_params_init(params: *mut kivi_probe_params, struct_size: usize) -> kivi_status;
 }
 extern "C" {
     #[doc = "```text\nDouble precision on the CPU. total, and per_head [kv_heads] (NULL: not wanted), are arrays of structs\nof `struct_size` bytes each.\n```"]
