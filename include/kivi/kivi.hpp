@@ -11,8 +11,8 @@
 //     cache.attend(layer, batch, {q, {1, 1, 32, 128}}, {out, {1, 1, 32, 128}}, workspace);
 //
 // A call that fails throws kivi::Error with the status and the sentence of kivi_last_error(); the cache and
-// the outputs are then as they were. Units, shapes, ownership, streams and threads: kivi.h. What is not
-// wrapped is reached through get(). SPDX-License-Identifier: Apache-2.0
+// the outputs are then as they were. Units, shapes, ownership, streams and threads: kivi.h. Calls have the
+// names of kivi.h. What is not wrapped is reached through get(). SPDX-License-Identifier: Apache-2.0
 #ifndef KIVI_KIVI_HPP
 #define KIVI_KIVI_HPP
 
@@ -31,6 +31,13 @@
 
 namespace kivi {
 inline namespace hpp {  // keeps these types apart from any other kivi:: in the program, the library's own included
+
+// ---- Version ------------------------------------------------------------------------------------------
+
+// "major.minor.patch" of the library that runs.
+inline std::string version() { return kivi_version_string(); }
+// One line about its build.
+inline std::string build_info() { return kivi_build_info(); }
 
 // ---- Errors -------------------------------------------------------------------------------------------
 
@@ -274,7 +281,7 @@ class Config {
         return memory;
     }
     // Whether create takes layer `index`, by which code path, or the reason why not.
-    kivi_support support(int32_t index = 0) const {
+    kivi_support query_support(int32_t index = 0) const {
         const kivi_config config = get();
         kivi_support support{};
         check(kivi_query_support(&config, index, &support, sizeof support));
@@ -410,13 +417,13 @@ class Cache {
 
     // Empties every sequence; committed moments stay.
     void reset(kivi_stream stream = nullptr) { check(kivi_cache_reset(get(), stream)); }
-    void reset_sequence(int32_t sequence, kivi_stream stream = nullptr) {
+    void sequence_reset(int32_t sequence, kivi_stream stream = nullptr) {
         check(kivi_sequence_reset(get(), sequence, stream));
     }
     // Enlarges the pool to at least `tokens` packed tokens over all sequences.
     void reserve(int64_t tokens, kivi_stream stream = nullptr) { check(kivi_reserve(get(), tokens, stream)); }
     // Gives one sequence all blocks that it needs at a length of `tokens`, for captured graphs.
-    void reserve_sequence(int32_t sequence, int64_t tokens, kivi_stream stream = nullptr) {
+    void sequence_reserve(int32_t sequence, int64_t tokens, kivi_stream stream = nullptr) {
         check(kivi_sequence_reserve(get(), sequence, tokens, stream));
     }
     // Waits for the stream and takes the lengths from the device. Does nothing on the CPU.
@@ -452,13 +459,13 @@ class Cache {
     }
 
     // Bytes that suffice for any attend of at most `rows` rows with at most `max_count` queries each.
-    size_t workspace_bytes(int32_t rows, int32_t max_count, int32_t layer = -1) const {
+    size_t attend_workspace(int32_t rows, int32_t max_count, int32_t layer = -1) const {
         size_t bytes = 0;
         check(kivi_attend_workspace(get(), layer, rows, max_count, &bytes));
         return bytes;
     }
     Workspace workspace(int32_t rows, int32_t max_count, int32_t layer = -1) const {
-        return Workspace(workspace_bytes(rows, max_count, layer));
+        return Workspace(attend_workspace(rows, max_count, layer));
     }
     // q [rows, tokens, q_heads, key_dim], out [rows, tokens, q_heads, value_dim], or without rows.
     void attend(int32_t layer, const Batch& batch, const ConstTensor& q, const Tensor& out, Workspace& workspace,
@@ -479,7 +486,8 @@ class Cache {
                               flags, stream));
     }
 
-    // One sequence, all layers, as a blob that any backend imports.
+    // One sequence, all layers, as a blob that any backend imports: kivi_export and kivi_import, whose names
+    // alone are reserved words.
     std::vector<unsigned char> export_sequence(int32_t sequence, kivi_stream stream = nullptr) const {
         size_t bytes = 0;
         check(kivi_export_size(get(), sequence, &bytes));
@@ -492,24 +500,24 @@ class Cache {
     }
 
     // Moments of the queries, for keys with query-aware rounding: accumulate and commit, or set and commit.
-    void accumulate_moments(int32_t layer, const Batch& batch, const ConstTensor& q, kivi_stream stream = nullptr) {
+    void moments_accumulate(int32_t layer, const Batch& batch, const ConstTensor& q, kivi_stream stream = nullptr) {
         const kivi_batch raw = batch.get();
         check(kivi_moments_accumulate(get(), layer, &raw, q.get(), stream));
     }
-    void set_moments(int32_t layer, const ConstTensor& m, uint64_t flags = 0, kivi_stream stream = nullptr) {
+    void moments_set(int32_t layer, const ConstTensor& m, uint64_t flags = 0, kivi_stream stream = nullptr) {
         check(kivi_moments_set(get(), layer, m.get(), flags, stream));
     }
-    void commit_moments(int32_t layer, kivi_stream stream = nullptr) {
+    void moments_commit(int32_t layer, kivi_stream stream = nullptr) {
         check(kivi_moments_commit(get(), layer, stream));
     }
-    std::vector<unsigned char> export_moments(int32_t layer) const {
+    std::vector<unsigned char> moments_export(int32_t layer) const {
         size_t bytes = 0;
         check(kivi_moments_export_size(get(), layer, &bytes));
         std::vector<unsigned char> blob(bytes);
         check(kivi_moments_export(get(), layer, blob.data(), blob.size(), &bytes));
         return blob;
     }
-    void import_moments(int32_t layer, const void* blob, size_t bytes, kivi_stream stream = nullptr) {
+    void moments_import(int32_t layer, const void* blob, size_t bytes, kivi_stream stream = nullptr) {
         check(kivi_moments_import(get(), layer, blob, bytes, stream));
     }
 

@@ -225,7 +225,7 @@ Cache::Cache(const Case& c) : case_(c) {
     check(kivi_cache_create(&config, &cache_));
 }
 
-void Cache::set_moments() const {
+void Cache::moments_set() const {
     for (int layer = 0; layer < int(case_.layers.size()); ++layer) {
         const kivi_layer& shape = case_.layers[size_t(layer)];
         if (shape.k.rounding != KIVI_ROUND_QUERY_AWARE) continue;
@@ -241,7 +241,7 @@ void Cache::set_moments() const {
 }
 
 void Cache::fill(const Host& host) const {
-    set_moments();
+    moments_set();
     for (int64_t begin = 0; begin < case_.tokens; begin += case_.chunk) {
         const int64_t end = std::min(begin + case_.chunk, case_.tokens);
         const kivi_batch batch = batch_of(end - begin);
@@ -272,7 +272,7 @@ Bytes Cache::export_sequence() const {
     return bytes;
 }
 
-Bytes Cache::export_moments(int layer) const {
+Bytes Cache::moments_export(int layer) const {
     size_t size = 0, written = 0;
     check(kivi_moments_export_size(cache_, layer, &size));
     Bytes bytes(size);

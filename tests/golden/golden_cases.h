@@ -45,11 +45,11 @@ class Cache {
     Cache& operator=(const Cache&) = delete;
 
     kivi_cache* get() const { return cache_; }
-    void set_moments() const;  // of every query-aware layer
-    // set_moments, then append in chunks, then flush if the case says so
+    void moments_set() const;  // of every query-aware layer
+    // moments_set, then append in chunks, then flush if the case says so
     void fill(const Host& host = {}) const;
     Bytes export_sequence() const;
-    Bytes export_moments(int layer) const;
+    Bytes moments_export(int layer) const;
     std::vector<float> dequantize(int layer, char part) const;  // [tokens][heads][dim]
 
   private:

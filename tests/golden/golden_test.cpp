@@ -39,7 +39,7 @@ kivi_status import(const Cache& cache, const Bytes& blob) {
     return kivi_import(cache.get(), 0, blob.data(), blob.size(), nullptr);
 }
 
-void import_moments(const Case& c, const Cache& cache) {
+void import_golden_moments(const Case& c, const Cache& cache) {
     for (size_t layer = 0; layer < c.layers.size(); ++layer) {
         if (!query_aware(c, layer)) continue;
         const Bytes blob = golden_moments(c, layer);
@@ -73,7 +73,7 @@ TEST_CASE("golden blobs are written byte for byte") {
         cache.fill();
         CHECK(cache.export_sequence() == golden_blob(c));
         for (size_t layer = 0; layer < c.layers.size(); ++layer) {
-            if (query_aware(c, layer)) CHECK(cache.export_moments(int(layer)) == golden_moments(c, layer));
+            if (query_aware(c, layer)) CHECK(cache.moments_export(int(layer)) == golden_moments(c, layer));
         }
     }
 }
@@ -98,7 +98,7 @@ TEST_CASE("golden blobs are read: exported again they are the same bytes, and th
         CAPTURE(c.name);
         const Cache written(c), read(c);
         written.fill();
-        import_moments(c, read);
+        import_golden_moments(c, read);
         REQUIRE(import(read, golden_blob(c)) == KIVI_OK);
         CHECK(read.export_sequence() == golden_blob(c));
         for (int layer = 0; layer < int(c.layers.size()); ++layer) {
@@ -232,7 +232,7 @@ TEST_CASE("codes of other moments are a mismatch") {
 
 namespace {
 
-kivi_status import_moments_blob(const Cache& cache, const Bytes& blob) {
+kivi_status moments_import(const Cache& cache, const Bytes& blob) {
     return kivi_moments_import(cache.get(), 0, blob.data(), blob.size(), nullptr);
 }
 
@@ -251,13 +251,13 @@ TEST_CASE("damaged moments blobs are corrupt, those of another basis or shape a 
     const Cache cache(c);
     int taken = 0;
     for (size_t size = 0; size < blob.size(); size += 97) {
-        taken += import_moments_blob(cache, Bytes(blob.begin(), blob.begin() + std::ptrdiff_t(size))) !=
+        taken += moments_import(cache, Bytes(blob.begin(), blob.begin() + std::ptrdiff_t(size))) !=
                  KIVI_ERROR_CORRUPT;
     }
     for (size_t bit = 0; bit < 8 * blob.size(); bit += 61) {
         Bytes flipped = blob;
         flipped[bit / 8] ^= uint8_t(1 << bit % 8);
-        taken += import_moments_blob(cache, flipped) != KIVI_ERROR_CORRUPT;
+        taken += moments_import(cache, flipped) != KIVI_ERROR_CORRUPT;
     }
     CHECK(taken == 0);
 
@@ -265,7 +265,7 @@ TEST_CASE("damaged moments blobs are corrupt, those of another basis or shape a 
         Bytes changed = blob;
         store(changed, offset, value);
         seal(changed);
-        return import_moments_blob(cache, changed);
+        return moments_import(cache, changed);
     };
     const size_t order = 48 + 32 * 32 * 4, weights = order + 2 * 32;
     CHECK(status_with(order, load<uint16_t>(blob, order + 2)) == KIVI_ERROR_CORRUPT);  // a channel twice
@@ -276,13 +276,13 @@ TEST_CASE("damaged moments blobs are corrupt, those of another basis or shape a 
     CHECK(status_with(36, uint32_t{1}) == KIVI_ERROR_CORRUPT);
     CHECK(status_with(8, uint32_t{2}) == KIVI_ERROR_MISMATCH);
     CHECK(status_with(32, int32_t{0}) == KIVI_ERROR_MISMATCH);
-    CHECK(import_moments_blob(cache, golden_moments(case_named("damaged"), 0)) == KIVI_ERROR_MISMATCH);
+    CHECK(moments_import(cache, golden_moments(case_named("damaged"), 0)) == KIVI_ERROR_MISMATCH);
 
     kivi_statistics statistics{};
     golden::check(kivi_query_statistics(cache.get(), 0, &statistics, sizeof statistics));
     CHECK(statistics.moments == 0);  // nothing was taken
-    CHECK(import_moments_blob(cache, blob) == KIVI_OK);
-    CHECK(cache.export_moments(0) == blob);
+    CHECK(moments_import(cache, blob) == KIVI_OK);
+    CHECK(cache.moments_export(0) == blob);
 }
 
 TEST_CASE("a moments blob of one head serves all replicated heads") {
@@ -292,8 +292,8 @@ TEST_CASE("a moments blob of one head serves all replicated heads") {
     replicated.layers[0].q_heads = 6;
     const Bytes blob = golden_moments(one, 0);
     const Cache cache(replicated);
-    REQUIRE(import_moments_blob(cache, blob) == KIVI_OK);
-    const Bytes three = cache.export_moments(0);
+    REQUIRE(moments_import(cache, blob) == KIVI_OK);
+    const Bytes three = cache.moments_export(0);
     const size_t table = blob.size() - 52;
     REQUIRE(three.size() == 52 + 3 * table);
     for (size_t head = 0; head < 3; ++head) {

@@ -24,7 +24,7 @@ void write_case(const golden::Case& c, const std::string& stem) {
         if (shape.kv_heads == 0) continue;
         const std::string name = stem + "." + std::to_string(layer);
         if (shape.k.rounding == KIVI_ROUND_QUERY_AWARE) {
-            const golden::Bytes moments = cache.export_moments(layer);
+            const golden::Bytes moments = cache.moments_export(layer);
             write_file(name + ".moments", moments.data(), moments.size());
         }
         for (char part : {'k', 'v'}) {

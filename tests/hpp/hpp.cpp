@@ -98,15 +98,17 @@ TEST_CASE("estimate is what create allocates; support and presets answer") {
     const kivi::Config config = small_config();
     kivi::Cache cache(config);
     CHECK(config.estimate().total_bytes == cache.memory().total_bytes);
-    CHECK(config.support().supported == 1);
+    CHECK(config.query_support().supported == 1);
     kivi::Config odd = small_config();
     odd->layer.key_dim = 7;
-    CHECK(odd.support().supported == 0);
-    CHECK(odd.support().reason[0] != '\0');
+    CHECK(odd.query_support().supported == 0);
+    CHECK(odd.query_support().reason[0] != '\0');
     bool found = false;
     for (const kivi_preset& preset : kivi::presets()) found = found || std::strcmp(preset.name, "k3v2") == 0;
     CHECK(found);
     CHECK(kivi::devices(KIVI_CPU).size() == 1);
+    CHECK(kivi::version() == kivi_version_string());
+    CHECK(kivi::build_info() == kivi_build_info());
 }
 
 TEST_CASE("a layer table serves a mixed model and survives a copy of the config") {
@@ -157,14 +159,14 @@ TEST_CASE("append, flush, attend with LSE, dequantize, reset") {
         CHECK(std::sqrt(error / norm) < 2e-3);  // the C API's bound is per call; this is one head
         CHECK(double(lse[head]) == doctest::Approx(std::log(sum)).epsilon(1e-3));
     }
-    cache.reset_sequence(0);
+    cache.sequence_reset(0);
     CHECK(cache.length(0, 0).length == 0);
     fill(cache, 10);
     cache.reset();
     CHECK(cache.statistics().tokens == 0);
     cache.reserve(2048);
     CHECK(cache.memory().blocks >= 16);
-    cache.reserve_sequence(0, 200);
+    cache.sequence_reserve(0, 200);
     cache.synchronize();
     CHECK(cache.statistics().blocks_used > 0);
 }
@@ -201,11 +203,11 @@ TEST_CASE("a sequence and the moments travel as blobs") {
     kivi::Cache cache(config), target(config);
     const auto q = normal(128 * kQHeads * kDim, 5);
     for (int layer = 0; layer < kLayers; ++layer) {
-        cache.accumulate_moments(layer, kivi::Batch(1, 128), {q, {128, kQHeads, kDim}});
-        cache.commit_moments(layer);
-        const auto blob = cache.export_moments(layer);
-        target.import_moments(layer, blob.data(), blob.size());
-        CHECK(target.export_moments(layer) == blob);
+        cache.moments_accumulate(layer, kivi::Batch(1, 128), {q, {128, kQHeads, kDim}});
+        cache.moments_commit(layer);
+        const auto blob = cache.moments_export(layer);
+        target.moments_import(layer, blob.data(), blob.size());
+        CHECK(target.moments_export(layer) == blob);
         CHECK(target.statistics(layer).key_rounding == KIVI_ROUND_QUERY_AWARE);
     }
     fill(cache, 300);
@@ -219,8 +221,8 @@ TEST_CASE("a sequence and the moments travel as blobs") {
     for (size_t head = 0; head < kKvHeads; ++head)
         for (size_t c = 0; c < kDim; ++c) moments[(head * kDim + c) * kDim + c] = float(c + 1);
     kivi::Cache own(config);
-    own.set_moments(0, {moments, {kKvHeads, kDim, kDim}});
-    own.commit_moments(0);
+    own.moments_set(0, {moments, {kKvHeads, kDim, kDim}});
+    own.moments_commit(0);
     CHECK(own.statistics(0).moments == 2);
 }
 

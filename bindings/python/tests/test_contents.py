@@ -167,7 +167,7 @@ def test_probe_sees_outlier_channels(rng):
     per_axis = {}
     for axis in ("channel", "token"):
         key = kivi.Spec(bits=2, axis=axis, group=32)
-        total, heads = kivi.probe(q, k, v, key, value, recent=32, flush=32)
+        total, heads = kivi.probe(q, k, v, key, value, sink=0, recent=32, flush=32)
         assert len(heads) == 2 and all(isinstance(head, kivi.ProbeResult) for head in heads)
         per_axis[axis] = total
         assert 0 <= total.sparsity <= 1 and total.output_error > 0
@@ -175,6 +175,16 @@ def test_probe_sees_outlier_channels(rng):
     assert per_axis["channel"].attention_kl < per_axis["token"].attention_kl
     with pytest.raises(kivi.InvalidArgumentError):
         kivi.probe(q[:, :3], k, v, key, value)
+
+
+def test_probe_takes_specs_and_windows_of_k3v2_unless_given(rng):
+    q = rng.standard_normal((8, 2, 64)).astype(numpy.float32)
+    k, v = rng.standard_normal((2, 400, 1, 64)).astype(numpy.float32)
+    preset = next(p for p in kivi.presets() if p.name == "k3v2")
+    windows = dict(sink=preset.sink, recent=preset.recent, flush=preset.flush, schedule=preset.schedule)
+    given, _ = kivi.probe(q, k, v, preset.k, preset.v, window_dtype="float16", **windows)
+    assert repr(kivi.probe(q, k, v)[0]) == repr(given)
+    assert repr(kivi.probe(q, k, v, sink=0)[0]) != repr(given)
 
 
 def test_work_of_no_length(cache):

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <deque>
+#include <optional>
 
 #include "array.h"
 #include "cache.h"
@@ -207,7 +208,7 @@ k: out, [tokens, kv_heads, key_dim]; v: out, [tokens, kv_heads, value_dim]. With
     as float32 numpy arrays; with one None only the other is written.
 stored_basis: rows as they are stored, a Hadamard not undone.)")
         .def("export_sequence", &Cache::export_sequence, "sequence"_a, py::kw_only(), "stream"_a = none,
-             "One sequence, all layers, as a self-describing, checksummed blob of bytes.")
+             "One sequence, all layers, as a self-describing, checksummed blob of bytes (kivi_export).")
         .def("import_sequence", &Cache::import_sequence, "sequence"_a, "blob"_a, py::kw_only(),
              "stream"_a = none, R"(
 Replaces the contents of `sequence` with those of a blob of export_sequence. CorruptError for a damaged
@@ -317,9 +318,11 @@ py::object merge(const py::sequence& outs, const py::sequence& lses, py::object 
     return out;
 }
 
-py::tuple probe(py::object q, py::object k, py::object v, py::handle k_spec, py::handle v_spec, int32_t sink,
-                int32_t recent, int32_t flush, py::object schedule, py::object window_dtype, float scale,
-                float soft_cap, int64_t window_left, py::object moments) {
+// What is None keeps the default of kivi_probe_params_init.
+py::tuple probe(py::object q, py::object k, py::object v, py::handle k_spec, py::handle v_spec,
+                std::optional<int32_t> sink, std::optional<int32_t> recent, std::optional<int32_t> flush,
+                py::object schedule, py::object window_dtype, float scale, float soft_cap, int64_t window_left,
+                py::object moments) {
     const Tensor queries("q", q, Access::read);
     const Tensor keys("k", k, Access::read);
     const Tensor values("v", v, Access::read);
@@ -333,13 +336,21 @@ py::tuple probe(py::object q, py::object k, py::object v, py::handle k_spec, py:
     params.q = *queries;
     params.k = *keys;
     params.v = *values;
-    params.k_spec = spec_of(k_spec);
-    params.v_spec = spec_of(v_spec);
-    params.sink = sink;
-    params.recent = recent;
-    params.flush = flush;
-    params.schedule = number_of(kSchedules, "schedule", schedule);
-    params.window_dtype = number_of(kDtypes, "window_dtype", window_dtype);
+    if (!k_spec.is_none()) {
+        params.k_spec = spec_of(k_spec);
+    }
+    if (!v_spec.is_none()) {
+        params.v_spec = spec_of(v_spec);
+    }
+    params.sink = sink.value_or(params.sink);
+    params.recent = recent.value_or(params.recent);
+    params.flush = flush.value_or(params.flush);
+    if (!schedule.is_none()) {
+        params.schedule = number_of(kSchedules, "schedule", schedule);
+    }
+    if (!window_dtype.is_none()) {
+        params.window_dtype = number_of(kDtypes, "window_dtype", window_dtype);
+    }
     params.scale = scale;
     params.soft_cap = soft_cap;
     params.window_left = window_left;
@@ -373,15 +384,18 @@ lses: their float32 log-sums, without the last size.
 out: None: made like outs[0]; it may be one of outs.
 lse: out, float32, the log-sum of all parts; None: not wanted.
 learned_sinks: [q_heads] float32, for the last merge only.)");
-    module.def("probe", &probe, "q"_a, "k"_a, "v"_a, "k_spec"_a, "v_spec"_a, py::kw_only(), "sink"_a = 0,
-               "recent"_a = 0, "flush"_a = 128, "schedule"_a = "rolling", "window_dtype"_a = "float16",
+    module.def("probe", &probe, "q"_a, "k"_a, "v"_a, "k_spec"_a = none, "v_spec"_a = none, py::kw_only(),
+               "sink"_a = none, "recent"_a = none, "flush"_a = none, "schedule"_a = none, "window_dtype"_a = none,
                "scale"_a = 0.0f, "soft_cap"_a = 0.0f, "window_left"_a = -1, "moments"_a = none, R"(
 Error of a pair of specs on a model's own q, k, v, where it is consumed, in double precision. Returns
 (total, heads): one ProbeResult over everything, and a list with one of each KV head.
 
 q: [queries, q_heads, key_dim], the last `queries` positions of the sequence.
 k: [tokens, kv_heads, key_dim]; v: [tokens, kv_heads, value_dim].
-sink, recent, flush: windows in tokens, as in Config.
+k_spec, v_spec: the Spec of each; None: those of the preset k3v2.
+sink, recent, flush, schedule: windows in tokens, as in Config; None: those of the preset k3v2.
+window_dtype: of the windows, as in Config; None: "float16".
+scale, soft_cap, window_left: as in Cache.attend.
 moments: [kv_heads, key_dim, key_dim] float32; None: from q itself if a spec asks for them.)");
 }
 

@@ -104,7 +104,7 @@ impl Cache {
     }
 
     /// Empties one sequence and returns its blocks.
-    pub fn reset_sequence(&mut self, sequence: i32) -> Result<()> {
+    pub fn sequence_reset(&mut self, sequence: i32) -> Result<()> {
         // SAFETY: likewise.
         check(unsafe { sys::kivi_sequence_reset(self.exclusive(), sequence, NO_STREAM) })
     }
@@ -116,9 +116,17 @@ impl Cache {
     }
 
     /// Gives one sequence all blocks that it needs at a length of `tokens`, so that appends up to there take none.
-    pub fn reserve_sequence(&mut self, sequence: i32, tokens: i64) -> Result<()> {
+    pub fn sequence_reserve(&mut self, sequence: i32, tokens: i64) -> Result<()> {
         // SAFETY: likewise.
         check(unsafe { sys::kivi_sequence_reserve(self.exclusive(), sequence, tokens, NO_STREAM) })
+    }
+
+    /// Waits for the work queued on a device and takes the lengths from there. An error of kind
+    /// [`Capacity`](crate::ErrorKind::Capacity) names a sequence for which an append found no room on the
+    /// device. Does nothing on the CPU.
+    pub fn synchronize(&mut self) -> Result<()> {
+        // SAFETY: likewise.
+        check(unsafe { sys::kivi_synchronize(self.exclusive(), NO_STREAM) })
     }
 
     /// The bytes that the cache takes.

@@ -92,7 +92,7 @@ pub struct Windows {
 /// println!("{} bytes", config.estimate()?.total_bytes);
 ///
 /// let own = config.k(Spec::channel(4, 32)).v(Spec::token(2, 32));
-/// assert!(own.support(0)?.supported);
+/// assert!(own.query_support(0)?.supported);
 /// # Ok::<(), kivi::Error>(())
 /// ```
 #[derive(Debug, Clone)]
@@ -235,7 +235,7 @@ impl Config {
     }
 
     /// What making a cache would say to one layer of this config, and which code would serve it.
-    pub fn support(&self, layer: i32) -> Result<Support> {
+    pub fn query_support(&self, layer: i32) -> Result<Support> {
         let mut support = sys::kivi_support::default();
         // SAFETY: likewise.
         check(unsafe {

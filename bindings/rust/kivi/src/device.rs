@@ -47,7 +47,7 @@ pub fn device_count(device: Device) -> Result<i32> {
 }
 
 /// What device number `device_id` of a kind is.
-pub fn device_info(device: Device, device_id: i32) -> Result<DeviceInfo> {
+pub fn device_query(device: Device, device_id: i32) -> Result<DeviceInfo> {
     check_library()?;
     let mut info = sys::kivi_device_info::default();
     // SAFETY: at most the given size is written.

@@ -109,6 +109,16 @@ fn failure(status: sys::kivi_status) -> Error {
     Error::new(kind_of(status), sentence)
 }
 
+/// The C name of a status number, such as that of [`ErrorKind::Unknown`].
+///
+/// ```
+/// assert_eq!(kivi::status_name(-4), "KIVI_ERROR_CAPACITY");
+/// ```
+pub fn status_name(status: i32) -> String {
+    // SAFETY: a static string, whatever the number.
+    unsafe { text(sys::kivi_status_name(status)) }
+}
+
 /// Copies a C string.
 ///
 /// # Safety

@@ -39,8 +39,9 @@
 //! # }
 //! ```
 //!
-//! Every call that can fail returns an [`Error`] with its kind and one sentence; a failed call has changed
-//! nothing. [`Cache`] is `Send` and `Sync`: calls that take `&self` may run together.
+//! Calls have the names of `kivi.h`. Every call that can fail returns an [`Error`] with its kind and one
+//! sentence; a failed call has changed nothing. [`Cache`] is `Send` and `Sync`: calls that take `&self` may run
+//! together.
 #![deny(missing_docs)]
 #![deny(unsafe_op_in_unsafe_fn)]
 #![warn(clippy::undocumented_unsafe_blocks)]
@@ -64,12 +65,12 @@ pub use attend::{Attend, Workspace};
 pub use batch::Batch;
 pub use cache::{Basis, Cache};
 pub use config::{presets, Config, Heads, Layer, Preset, Schedule, Windows};
-pub use device::{device_count, device_info, Device, DeviceInfo};
-pub use error::{Error, ErrorKind, Result};
+pub use device::{device_count, device_query, Device, DeviceInfo};
+pub use error::{status_name, Error, ErrorKind, Result};
 pub use kivi_sys as sys;
 pub use merge::merge;
 pub use probe::{Probe, ProbeErrors, ProbeReport};
 pub use report::{Length, Memory, MomentState, Path, Rounding, Statistics, Support};
 pub use spec::{Axis, Spec};
 pub use tensor::{Bf16, Dtype, Element, TensorMut, TensorRef, F16};
-pub use version::{build_info, library_version, Version};
+pub use version::{build_info, version, Version};

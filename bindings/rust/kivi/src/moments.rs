@@ -12,14 +12,14 @@ impl Cache {
     /// Adds queries, as attend would be given them, `[rows, tokens, q_heads, key_dim]` or without rows. The
     /// batch's sequences are not looked at. Any text of the model's kind serves; a few hundred tokens give
     /// most of the gain.
-    pub fn accumulate_moments(&mut self, layer: i32, batch: &Batch<'_>, q: &TensorRef<'_>) -> Result<()> {
+    pub fn moments_accumulate(&mut self, layer: i32, batch: &Batch<'_>, q: &TensorRef<'_>) -> Result<()> {
         let batch = batch.to_raw();
         // SAFETY: a live handle, ours alone; the view covers memory that lives during the call.
         check(unsafe { sys::kivi_moments_accumulate(self.exclusive(), layer, &batch, q.as_raw(), NO_STREAM) })
     }
 
     /// Sets the moments: f32 `[kv_heads, key_dim, key_dim]`, symmetric, finite, with a positive diagonal.
-    pub fn set_moments(&mut self, layer: i32, moments: &TensorRef<'_>, basis: Basis) -> Result<()> {
+    pub fn moments_set(&mut self, layer: i32, moments: &TensorRef<'_>, basis: Basis) -> Result<()> {
         // SAFETY: likewise.
         check(unsafe {
             sys::kivi_moments_set(self.exclusive(), layer, moments.as_raw(), basis.flags(), NO_STREAM)
@@ -27,13 +27,13 @@ impl Cache {
     }
 
     /// Factors the moments and uses them from now on.
-    pub fn commit_moments(&mut self, layer: i32) -> Result<()> {
+    pub fn moments_commit(&mut self, layer: i32) -> Result<()> {
         // SAFETY: a live handle, ours alone.
         check(unsafe { sys::kivi_moments_commit(self.exclusive(), layer, NO_STREAM) })
     }
 
-    /// The exact size of [`export_moments`](Cache::export_moments)' blob.
-    pub fn export_moments_size(&self, layer: i32) -> Result<usize> {
+    /// The exact size of [`moments_export`](Cache::moments_export)' blob.
+    pub fn moments_export_size(&self, layer: i32) -> Result<usize> {
         let mut bytes = 0;
         // SAFETY: a live handle, one number is written.
         check(unsafe { sys::kivi_moments_export_size(self.shared(), layer, &mut bytes) })?;
@@ -41,8 +41,8 @@ impl Cache {
     }
 
     /// The committed moments of a layer, with the tables made from them.
-    pub fn export_moments(&self, layer: i32) -> Result<Vec<u8>> {
-        let mut blob = vec![0u8; self.export_moments_size(layer)?];
+    pub fn moments_export(&self, layer: i32) -> Result<Vec<u8>> {
+        let mut blob = vec![0u8; self.moments_export_size(layer)?];
         let mut written = 0;
         // SAFETY: a live handle; at most the length of the blob is written.
         check(unsafe {
@@ -53,7 +53,7 @@ impl Cache {
     }
 
     /// Commits a blob of moments; one of a single KV head serves any number of replicated heads.
-    pub fn import_moments(&mut self, layer: i32, blob: &[u8]) -> Result<()> {
+    pub fn moments_import(&mut self, layer: i32, blob: &[u8]) -> Result<()> {
         // SAFETY: a live handle, ours alone; the length of the blob is given.
         check(unsafe {
             sys::kivi_moments_import(self.exclusive(), layer, blob.as_ptr().cast(), blob.len(), NO_STREAM)

@@ -32,7 +32,7 @@ pub struct Probe<'a> {
     q: TensorRef<'a>,
     k: TensorRef<'a>,
     v: TensorRef<'a>,
-    specs: (Spec, Spec),
+    specs: Option<(Spec, Spec)>,
     windows: Option<Windows>,
     window_dtype: Option<Dtype>,
     scale: f32,
@@ -75,13 +75,13 @@ pub struct ProbeReport {
 
 impl<'a> Probe<'a> {
     /// `q` `[queries, q_heads, key_dim]`, the last positions of the sequence, `k` `[tokens, kv_heads,
-    /// key_dim]`, `v` `[tokens, kv_heads, value_dim]`. Without [specs](Probe::specs) nothing is packed.
+    /// key_dim]`, `v` `[tokens, kv_heads, value_dim]`. Specs and windows are those of the preset `k3v2`.
     pub fn new(q: &TensorRef<'a>, k: &TensorRef<'a>, v: &TensorRef<'a>) -> Probe<'a> {
         Probe {
             q: *q,
             k: *k,
             v: *v,
-            specs: (Spec::full(), Spec::full()),
+            specs: None,
             windows: None,
             window_dtype: None,
             scale: 0.0,
@@ -91,13 +91,13 @@ impl<'a> Probe<'a> {
         }
     }
 
-    /// How keys and values are stored.
+    /// How keys and values are stored, instead.
     pub fn specs(mut self, k: Spec, v: Spec) -> Probe<'a> {
-        self.specs = (k, v);
+        self.specs = Some((k, v));
         self
     }
 
-    /// The windows; without them the library's defaults.
+    /// The windows, instead.
     pub fn windows(mut self, windows: Windows) -> Probe<'a> {
         self.windows = Some(windows);
         self
@@ -160,7 +160,9 @@ impl<'a> Probe<'a> {
         params.q = self.q.copy_raw();
         params.k = self.k.copy_raw();
         params.v = self.v.copy_raw();
-        (params.k_spec, params.v_spec) = (self.specs.0 .0, self.specs.1 .0);
+        if let Some((k, v)) = self.specs {
+            (params.k_spec, params.v_spec) = (k.0, v.0);
+        }
         if let Some(windows) = self.windows {
             params.sink = windows.sink;
             params.recent = windows.recent;

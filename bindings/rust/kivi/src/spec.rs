@@ -60,7 +60,7 @@ impl Spec {
     }
 
     /// Codes of keys are chosen so that the error of the scores is small for the queries that come, once
-    /// [moments](crate::Cache::accumulate_moments) are committed; until then they are the nearest.
+    /// [moments](crate::Cache::moments_accumulate) are committed; until then they are the nearest.
     pub fn query_aware(mut self) -> Spec {
         self.0.rounding = sys::KIVI_ROUND_QUERY_AWARE as i32;
         self

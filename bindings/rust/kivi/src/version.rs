@@ -44,7 +44,7 @@ impl fmt::Display for Version {
 }
 
 /// The version of the library that runs.
-pub fn library_version() -> Version {
+pub fn version() -> Version {
     // SAFETY: no arguments, no state.
     Version::from_number(unsafe { sys::kivi_version() })
 }
@@ -59,12 +59,12 @@ pub fn build_info() -> String {
 /// needs a cache need not ask again.
 pub(crate) fn check_library() -> Result<()> {
     static FITS: OnceLock<bool> = OnceLock::new();
-    if *FITS.get_or_init(|| Version::BINDINGS.runs_with(library_version())) {
+    if *FITS.get_or_init(|| Version::BINDINGS.runs_with(version())) {
         return Ok(());
     }
     let message = format!(
         "libkivi is version {}, this crate was made for {} and needs that or a newer one with the same ABI",
-        library_version(),
+        version(),
         Version::BINDINGS
     );
     Err(Error::new(ErrorKind::LibraryVersion, message))

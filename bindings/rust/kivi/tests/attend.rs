@@ -242,7 +242,7 @@ fn sixteen_bit_tensors_carry_the_same_numbers() {
         (TensorRef::new(&as_f32[..half], &shape).unwrap(), TensorRef::new(&as_f32[half..], &shape).unwrap());
     cache.append(0, &Batch::uniform(&[0], n as i32), &from_f16.0, &from_f16.1).unwrap();
     cache.append(0, &Batch::uniform(&[1], n as i32), &from_f32.0, &from_f32.1).unwrap();
-    assert_eq!(cache.export(0).unwrap(), cache.export(1).unwrap());
+    assert_eq!(cache.export_sequence(0).unwrap(), cache.export_sequence(1).unwrap());
 
     let exact = attend_one(&cache, HEADS, 0, &q, 1, Attend::new());
     let q_bits: Vec<u16> = q.iter().map(|x| bf16_bits(*x)).collect();

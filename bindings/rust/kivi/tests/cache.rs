@@ -141,7 +141,7 @@ fn a_preset_says_all_that_it_sets() {
 #[test]
 fn bits_per_element_are_those_of_the_presets() {
     for (preset, bits) in [("k3v2", 3.0), ("kivi2-sink", 3.0), ("k4v2", 3.5), ("kivi4", 5.0), ("f16", 16.0)] {
-        let support = config(preset, HEADS, 1, 100).support(0).unwrap();
+        let support = config(preset, HEADS, 1, 100).query_support(0).unwrap();
         assert!(support.supported, "{preset}: {}", support.reason);
         assert!((support.bits_per_element - bits).abs() < 1e-9, "{preset}: {}", support.bits_per_element);
     }
@@ -164,11 +164,11 @@ fn lengths_follow_the_windows() {
         assert_eq!(cache.statistics(Some(0)).unwrap().packed_tokens, packed);
     }
     cache.flush_residual(None, &Batch::uniform(&[1], 0)).unwrap();
-    let flushed = cache.export(1).unwrap();
+    let flushed = cache.export_sequence(1).unwrap();
     assert_eq!(cache.length(0, 1).unwrap().key_border, n / 64 * 64);
     cache.flush_residual(Some(0), &Batch::uniform(&[1], 0)).unwrap();
-    assert_eq!(cache.export(1).unwrap(), flushed, "twice equals once");
-    cache.reset_sequence(1).unwrap();
+    assert_eq!(cache.export_sequence(1).unwrap(), flushed, "twice equals once");
+    cache.sequence_reset(1).unwrap();
     assert_eq!(cache.length(0, 1).unwrap().length, 0);
     assert_eq!(cache.statistics(None).unwrap().blocks_used, 0);
 }
@@ -178,22 +178,31 @@ fn a_pool_can_be_enlarged() {
     let small = config("k3v2", HEADS, 2, 2000).pool_tokens(256);
     let mut cache = Cache::new(&small).unwrap();
     append_random(&mut cache, HEADS, 0, 300, &mut Random::new(4));
-    let before = cache.export(0).unwrap();
+    let before = cache.export_sequence(0).unwrap();
     cache.reserve(3000).unwrap();
     assert!(cache.memory().unwrap().blocks * 128 >= 3000);
-    assert_eq!(cache.export(0).unwrap(), before);
+    assert_eq!(cache.export_sequence(0).unwrap(), before);
     append_random(&mut cache, HEADS, 1, 1500, &mut Random::new(5));
 }
 
 #[test]
 fn a_sequence_reserves_its_blocks() {
     let mut cache = Cache::new(&config("k3v2", HEADS, 2, 2000)).unwrap();
-    cache.reserve_sequence(1, 600).unwrap();
+    cache.sequence_reserve(1, 600).unwrap();
     let reserved = cache.statistics(None).unwrap().blocks_used;
     assert!(reserved > 0);
     append_random(&mut cache, HEADS, 1, 600, &mut Random::new(6));
     assert_eq!(cache.statistics(None).unwrap().blocks_used, reserved);
-    assert!(cache.reserve_sequence(1, 2001).is_err());
+    assert!(cache.sequence_reserve(1, 2001).is_err());
+}
+
+#[test]
+fn synchronize_changes_nothing_on_the_cpu() {
+    let mut cache = Cache::new(&config("k3v2", HEADS, 1, 1000)).unwrap();
+    append_random(&mut cache, HEADS, 0, 300, &mut Random::new(7));
+    let before = (cache.export_sequence(0).unwrap(), cache.statistics(None).unwrap());
+    cache.synchronize().unwrap();
+    assert_eq!((cache.export_sequence(0).unwrap(), cache.statistics(None).unwrap()), before);
 }
 
 #[test]
@@ -235,18 +244,18 @@ fn layers_may_differ_and_be_absent() {
 fn a_sequence_moves_as_a_blob() {
     let mut cache = Cache::new(&config("k3v2", HEADS, 2, 600)).unwrap();
     append_random(&mut cache, HEADS, 0, 555, &mut Random::new(7));
-    let blob = cache.export(0).unwrap();
+    let blob = cache.export_sequence(0).unwrap();
     assert_eq!(blob.len(), cache.export_size(0).unwrap());
     let mut other = Cache::new(&config("k3v2", HEADS, 3, 800)).unwrap();
     append_random(&mut other, HEADS, 2, 44, &mut Random::new(8));
-    other.import(2, &blob).unwrap();
-    assert_eq!(other.export(2).unwrap(), blob);
+    other.import_sequence(2, &blob).unwrap();
+    assert_eq!(other.export_sequence(2).unwrap(), blob);
     let (a, b) = (read_back(&cache, HEADS, 0), read_back(&other, HEADS, 2));
     assert_eq!((a.k, a.v), (b.k, b.v));
     // Both go on alike.
     append_random(&mut cache, HEADS, 0, 40, &mut Random::new(9));
     append_random(&mut other, HEADS, 2, 40, &mut Random::new(9));
-    assert_eq!(cache.export(0).unwrap(), other.export(2).unwrap());
+    assert_eq!(cache.export_sequence(0).unwrap(), other.export_sequence(2).unwrap());
 }
 
 #[test]

@@ -4,7 +4,7 @@
 mod support;
 
 use kivi::{
-    device_info, merge, Attend, Batch, Cache, Config, Device, Error, ErrorKind, Heads, Spec, TensorMut,
+    device_query, merge, Attend, Batch, Cache, Config, Device, Error, ErrorKind, Heads, Spec, TensorMut,
     TensorRef,
 };
 use support::*;
@@ -25,7 +25,7 @@ fn filled(preset: &str, n: usize) -> Cache {
 
 /// Everything that a failed call could have changed.
 fn state(cache: &Cache) -> (Vec<u8>, kivi::Statistics, kivi::Length) {
-    (cache.export(0).unwrap(), cache.statistics(None).unwrap(), cache.length(0, 1).unwrap())
+    (cache.export_sequence(0).unwrap(), cache.statistics(None).unwrap(), cache.length(0, 1).unwrap())
 }
 
 #[test]
@@ -45,7 +45,7 @@ fn invalid_argument() {
     assert_kind(cache.append(0, &Batch::first(-1, 1), &right, &right), ErrorKind::InvalidArgument);
     assert_kind(cache.length(0, 2), ErrorKind::InvalidArgument);
     assert_kind(cache.statistics(Some(1)), ErrorKind::InvalidArgument);
-    assert_kind(cache.reset_sequence(-1), ErrorKind::InvalidArgument);
+    assert_kind(cache.sequence_reset(-1), ErrorKind::InvalidArgument);
     assert_eq!(state(&cache), before);
 }
 
@@ -113,7 +113,7 @@ fn a_config_is_refused_before_and_when_a_cache_is_made_of_it() {
     ];
     for config in refused {
         let error = assert_kind(Cache::new(&config), ErrorKind::InvalidArgument);
-        let support = config.support(0).unwrap();
+        let support = config.query_support(0).unwrap();
         assert!(!support.supported);
         assert_eq!(support.reason, error.message());
     }
@@ -140,9 +140,9 @@ fn capacity() {
 #[test]
 fn no_device() {
     assert_eq!(kivi::device_count(Device::Cpu).unwrap(), 1);
-    let cpu = device_info(Device::Cpu, 0).unwrap();
+    let cpu = device_query(Device::Cpu, 0).unwrap();
     assert!(cpu.available && cpu.reason.is_empty() && !cpu.name.is_empty() && cpu.threads > 0);
-    assert_kind(device_info(Device::Cpu, 1), ErrorKind::NoDevice);
+    assert_kind(device_query(Device::Cpu, 1), ErrorKind::NoDevice);
     if kivi::device_count(Device::Cuda).unwrap() == 0 {
         let error = Cache::new(&config("k3v2", HEADS, 1, 100).device(Device::Cuda, 0)).unwrap_err();
         let without_cuda = kivi::build_info().contains("no CUDA");
@@ -154,17 +154,17 @@ fn no_device() {
 #[test]
 fn state_and_buffer_too_small() {
     let mut cache = filled("k3v2", 200);
-    assert_kind(cache.commit_moments(0), ErrorKind::InvalidArgument); // nearest rounding uses none
+    assert_kind(cache.moments_commit(0), ErrorKind::InvalidArgument); // nearest rounding uses none
     let query_aware = config("k3v2", HEADS, 2, 300).k(Spec::channel(3, 64).query_aware());
     let mut frozen = Cache::new(&query_aware).unwrap();
     append_random(&mut frozen, HEADS, 0, 200, &mut Random::new(2));
     let q = Random::new(3).normals(300 * 6 * 64);
     let q = TensorRef::new(&q, &[300, 6, 64]).unwrap();
     let before = state(&frozen);
-    let outcome = frozen.accumulate_moments(0, &Batch::first(1, 300), &q);
+    let outcome = frozen.moments_accumulate(0, &Batch::first(1, 300), &q);
     if outcome.is_ok() {
-        assert_kind(frozen.commit_moments(0), ErrorKind::State);
-        assert_eq!(frozen.export(0).unwrap(), before.0);
+        assert_kind(frozen.moments_commit(0), ErrorKind::State);
+        assert_eq!(frozen.export_sequence(0).unwrap(), before.0);
     } else {
         assert_kind(outcome, ErrorKind::State);
         assert_eq!(state(&frozen), before);
@@ -172,7 +172,7 @@ fn state_and_buffer_too_small() {
 
     let size = cache.export_size(0).unwrap();
     let mut buffer = vec![3u8; size - 1];
-    assert_kind(cache.export_into(0, &mut buffer), ErrorKind::BufferTooSmall);
+    assert_kind(cache.export_sequence_into(0, &mut buffer), ErrorKind::BufferTooSmall);
     assert!(buffer.iter().all(|&x| x == 3));
 
     let (q, mut out) = (vec![0.0f32; 6 * 64], vec![5.0f32; 6 * 64]);
@@ -194,18 +194,18 @@ fn state_and_buffer_too_small() {
 #[test]
 fn corrupt_and_mismatch() {
     let mut cache = filled("k3v2", 200);
-    let blob = cache.export(0).unwrap();
+    let blob = cache.export_sequence(0).unwrap();
     let before = state(&cache);
     let mut damaged = blob.clone();
     let middle = damaged.len() / 2;
     damaged[middle] ^= 1;
-    assert_kind(cache.import(0, &damaged), ErrorKind::Corrupt);
-    assert_kind(cache.import(0, &blob[..blob.len() - 1]), ErrorKind::Corrupt);
-    assert_kind(cache.import(0, &[]), ErrorKind::Corrupt);
+    assert_kind(cache.import_sequence(0, &damaged), ErrorKind::Corrupt);
+    assert_kind(cache.import_sequence(0, &blob[..blob.len() - 1]), ErrorKind::Corrupt);
+    assert_kind(cache.import_sequence(0, &[]), ErrorKind::Corrupt);
     let mut other = filled("kivi2-sink", 200);
-    assert_kind(cache.import(0, &other.export(0).unwrap()), ErrorKind::Mismatch);
-    assert_kind(other.import(0, &blob), ErrorKind::Mismatch);
+    assert_kind(cache.import_sequence(0, &other.export_sequence(0).unwrap()), ErrorKind::Mismatch);
+    assert_kind(other.import_sequence(0, &blob), ErrorKind::Mismatch);
     assert_eq!(state(&cache), before);
     let mut small = Cache::new(&config("k3v2", HEADS, 2, 150)).unwrap();
-    assert_kind(small.import(0, &blob), ErrorKind::Capacity);
+    assert_kind(small.import_sequence(0, &blob), ErrorKind::Capacity);
 }

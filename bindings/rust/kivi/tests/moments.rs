@@ -32,26 +32,26 @@ fn a_blob_makes_the_same_codes() {
     let q = queries(256);
     let fresh = cache.statistics(Some(0)).unwrap();
     assert_eq!((fresh.moments, fresh.key_rounding), (MomentState::None, Rounding::Nearest));
-    cache.accumulate_moments(0, &Batch::first(1, 256), &TensorRef::new(&q, &[256, 6, 64]).unwrap()).unwrap();
+    cache.moments_accumulate(0, &Batch::first(1, 256), &TensorRef::new(&q, &[256, 6, 64]).unwrap()).unwrap();
     let accumulated = cache.statistics(Some(0)).unwrap();
     assert_eq!(accumulated.moments, MomentState::Accumulated);
     assert_eq!(accumulated.moment_queries, 256 * 3);
-    cache.commit_moments(0).unwrap();
+    cache.moments_commit(0).unwrap();
     let committed = cache.statistics(Some(0)).unwrap();
     assert_eq!((committed.moments, committed.key_rounding), (MomentState::Committed, Rounding::QueryAware));
 
-    let blob = cache.export_moments(0).unwrap();
-    assert_eq!(blob.len(), cache.export_moments_size(0).unwrap());
+    let blob = cache.moments_export(0).unwrap();
+    assert_eq!(blob.len(), cache.moments_export_size(0).unwrap());
     let mut other = Cache::new(&query_aware()).unwrap();
-    other.import_moments(0, &blob).unwrap();
-    assert_eq!(other.export_moments(0).unwrap(), blob);
+    other.moments_import(0, &blob).unwrap();
+    assert_eq!(other.moments_export(0).unwrap(), blob);
     let mut nearest = Cache::new(&query_aware()).unwrap();
     for cache in [&mut cache, &mut other, &mut nearest] {
         append_random(cache, HEADS, 0, 500, &mut Random::new(2));
     }
-    assert_eq!(cache.export(0).unwrap(), other.export(0).unwrap());
+    assert_eq!(cache.export_sequence(0).unwrap(), other.export_sequence(0).unwrap());
     assert_ne!(read_back(&cache, HEADS, 0).k, read_back(&nearest, HEADS, 0).k);
-    assert!(cache.import_moments(0, &blob).is_err(), "frozen once something is packed");
+    assert!(cache.moments_import(0, &blob).is_err(), "frozen once something is packed");
 }
 
 #[test]
@@ -61,9 +61,9 @@ fn scores_get_better_for_the_queries_that_come() {
         let mut cache = Cache::new(&query_aware()).unwrap();
         if commit {
             cache
-                .accumulate_moments(0, &Batch::first(1, 256), &TensorRef::new(&q, &[256, 6, 64]).unwrap())
+                .moments_accumulate(0, &Batch::first(1, 256), &TensorRef::new(&q, &[256, 6, 64]).unwrap())
                 .unwrap();
-            cache.commit_moments(0).unwrap();
+            cache.moments_commit(0).unwrap();
         }
         append_random(&mut cache, HEADS, 0, 500, &mut Random::new(3));
         let exact = Random::new(3).normals(500 * 2 * 64);
@@ -83,7 +83,7 @@ fn scores_get_better_for_the_queries_that_come() {
 }
 
 #[test]
-fn set_moments_equal_accumulated_ones() {
+fn moments_set_equal_accumulated_ones() {
     // The mean of q q' over the three query heads of each KV head.
     let q = queries(256);
     let mut sums = vec![0.0f64; 2 * 64 * 64];
@@ -96,11 +96,11 @@ fn set_moments_equal_accumulated_ones() {
     }
     let moments: Vec<f32> = sums.iter().map(|sum| (sum / (256.0 * 3.0)) as f32).collect();
     let mut cache = Cache::new(&query_aware()).unwrap();
-    cache.set_moments(0, &TensorRef::new(&moments, &[2, 64, 64]).unwrap(), Basis::Caller).unwrap();
-    cache.commit_moments(0).unwrap();
+    cache.moments_set(0, &TensorRef::new(&moments, &[2, 64, 64]).unwrap(), Basis::Caller).unwrap();
+    cache.moments_commit(0).unwrap();
     let mut other = Cache::new(&query_aware()).unwrap();
-    other.accumulate_moments(0, &Batch::first(1, 256), &TensorRef::new(&q, &[256, 6, 64]).unwrap()).unwrap();
-    other.commit_moments(0).unwrap();
+    other.moments_accumulate(0, &Batch::first(1, 256), &TensorRef::new(&q, &[256, 6, 64]).unwrap()).unwrap();
+    other.moments_commit(0).unwrap();
     append_random(&mut cache, HEADS, 0, 500, &mut Random::new(4));
     append_random(&mut other, HEADS, 0, 500, &mut Random::new(4));
     let (a, b) = (read_back(&cache, HEADS, 0).k, read_back(&other, HEADS, 0).k);
@@ -110,5 +110,5 @@ fn set_moments_equal_accumulated_ones() {
     let mut negative = moments.clone();
     negative[65] = -1.0;
     let view = TensorRef::new(&negative, &[2, 64, 64]).unwrap();
-    assert!(Cache::new(&query_aware()).unwrap().set_moments(0, &view, Basis::Caller).is_err());
+    assert!(Cache::new(&query_aware()).unwrap().moments_set(0, &view, Basis::Caller).is_err());
 }

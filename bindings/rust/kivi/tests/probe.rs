@@ -45,3 +45,16 @@ fn more_bits_mean_less_error_and_16_none() {
     let error = Probe::new(&q, &flat, &v).run().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument);
 }
+
+#[test]
+fn specs_and_windows_are_those_of_k3v2_unless_given() {
+    let mut random = Random::new(2);
+    let (q, k, v) = (random.normals(8 * 2 * 64), random.normals(400 * 64), random.normals(400 * 64));
+    let q = TensorRef::new(&q, &[8, 2, 64]).unwrap();
+    let k = TensorRef::new(&k, &[400, 1, 64]).unwrap();
+    let v = TensorRef::new(&v, &[400, 1, 64]).unwrap();
+    let preset = kivi::Config::preset("k3v2").unwrap();
+    let windows = Windows { sink: 64, recent: 64, flush: 64, schedule: Schedule::Rolling };
+    let given = Probe::new(&q, &k, &v).specs(preset.key_spec(), preset.value_spec()).windows(windows);
+    assert_eq!(Probe::new(&q, &k, &v).run().unwrap(), given.run().unwrap());
+}

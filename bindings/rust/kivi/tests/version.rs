@@ -14,7 +14,7 @@ fn this_library_fits() {
     if env::var_os(CHILD).is_some() {
         return;
     }
-    assert!(Version::BINDINGS.runs_with(kivi::library_version()));
+    assert!(Version::BINDINGS.runs_with(kivi::version()));
     assert!(kivi::build_info().len() > 3);
     Config::new().unwrap();
 }
@@ -26,7 +26,7 @@ fn report_of_the_child() {
         return;
     }
     match Config::new() {
-        Ok(_) => println!("accepted {}", kivi::library_version()),
+        Ok(_) => println!("accepted {}", kivi::version()),
         Err(error) => {
             assert_eq!(error.kind(), ErrorKind::LibraryVersion);
             let others = [
