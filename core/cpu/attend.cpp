@@ -153,20 +153,25 @@ struct Scratch {
     }
 };
 
+// What a row of the batch brings: items [KV head][block][split] and, if it is split, parts
+// [KV head][query row][split].
+struct RowWork {
+    int64_t first_item, first_part;  // in the call
+    int64_t blocks, splits;
+};
+
 // The workspace of one call.
 struct Workspace {
-    int64_t* first_item;  // [rows + 1]
-    int64_t* first_part;  // [rows + 1] in parts
-    uint8_t* scratch;     // [threads][scratch_bytes]
+    RowWork* rows;
+    uint8_t* scratch;  // [threads][scratch_bytes]
     size_t scratch_bytes;
     float* parts;
 
-    Workspace(const Plan& plan, int threads, int32_t rows, int64_t part_count, Carver& carver) {
+    Workspace(const Plan& plan, int threads, int32_t row_count, int64_t part_count, Carver& carver) {
         Carver one(nullptr);
         Scratch(plan, one);
         scratch_bytes = one.used();
-        first_item = carver.take<int64_t>(rows + 1);
-        first_part = carver.take<int64_t>(rows + 1);
+        rows = carver.take<RowWork>(row_count);
         scratch = carver.take<uint8_t>(static_cast<int64_t>(threads * scratch_bytes));
         parts = carver.take<float>(part_count * plan.part_floats());
     }
@@ -436,7 +441,7 @@ class Item {
 // ---- results ----
 
 // parts[0] += the later ones, in their order.
-void merge_parts(float* parts, int64_t count, int64_t stride) {
+void merge_splits(float* parts, int64_t count, int64_t stride) {
     float max = -kInfinity;
     for (int64_t i = 0; i < count; ++i) max = std::max(max, parts[i * stride]);
     if (max == -kInfinity) return;
@@ -458,9 +463,11 @@ uint8_t* element(const View& view, const Row& row, int64_t token, int head) {
     return static_cast<uint8_t*>(view.data) + at * static_cast<int64_t>(dtype_bytes(view.dtype));
 }
 
-// Writes one query row from its complete part.
-void finish(const Plan& plan, const AttendCall& call, const Row& row, int64_t token, int head, float* part) {
+// Writes query row `query` of a KV head from its complete part.
+void finish(const Plan& plan, const AttendCall& call, const Row& row, int kv_head, int64_t query, float* part) {
     const TensorStore& values = plan.layer.value;
+    const int64_t token = query / plan.ratio;
+    const int head = kv_head * plan.ratio + static_cast<int>(query % plan.ratio);
     const float max = part[0], sum = part[1];
     const bool empty = max == -kInfinity;
     if (call.lse) {
@@ -482,8 +489,9 @@ void finish(const Plan& plan, const AttendCall& call, const Row& row, int64_t to
     plan.kernels.store_row(out, values.dim, call.out.dtype, element(call.out, row, token, head));
 }
 
-int find_row(const int64_t* first, int32_t rows, int64_t item) {
-    return static_cast<int>(std::upper_bound(first, first + rows + 1, item) - first) - 1;
+int32_t row_of_item(const RowWork* rows, int32_t count, int64_t item) {
+    const auto before = [](int64_t number, const RowWork& row) { return number < row.first_item; };
+    return static_cast<int32_t>(std::upper_bound(rows, rows + count, item, before) - rows) - 1;
 }
 
 }  // namespace
@@ -510,40 +518,35 @@ void fast_attend(const LayerStore& layer, const AttendCall& call, ThreadPool& po
     int64_t items = 0, parts = 0;
     for (int32_t r = 0; r < rows; ++r) {
         const Row& row = call.rows.data[r];
-        const int64_t splits = plan.splits(row);
-        workspace.first_item[r] = items;
-        workspace.first_part[r] = parts;
-        items += heads * plan.blocks(row) * splits;
-        if (splits > 1) parts += row.count * layer.shape.q_heads * splits;
+        const RowWork work{items, parts, plan.blocks(row), plan.splits(row)};
+        workspace.rows[r] = work;
+        items += heads * work.blocks * work.splits;
+        if (work.splits > 1) parts += row.count * layer.shape.q_heads * work.splits;
     }
-    workspace.first_item[rows] = items;
-    workspace.first_part[rows] = parts;
 
-    // Parts of a row: [KV head][query row][split].
-    const auto part_of = [&](int32_t r, int head, int64_t query, int64_t splits) {
+    const auto part_of = [&](int32_t r, int head, int64_t query) {
+        const RowWork& work = workspace.rows[r];
         const int64_t queries = call.rows.data[r].count * plan.ratio;
-        return workspace.parts +
-               (workspace.first_part[r] + (head * queries + query) * splits) * plan.part_floats();
+        return workspace.parts + (work.first_part + (head * queries + query) * work.splits) * plan.part_floats();
     };
     pool.parallel(items, [&](int64_t number, int thread) {
-        const int32_t r = find_row(workspace.first_item, rows, number);
+        const int32_t r = row_of_item(workspace.rows, rows, number);
         const Row& row = call.rows.data[r];
-        const int64_t splits = plan.splits(row), blocks = plan.blocks(row);
-        const int64_t in_row = number - workspace.first_item[r];
-        const int head = static_cast<int>(in_row / splits / blocks);
-        const int64_t first = in_row / splits % blocks * kBlockRows, split = in_row % splits;
+        const RowWork& work = workspace.rows[r];
+        const int64_t in_row = number - work.first_item;
+        const int head = static_cast<int>(in_row / work.splits / work.blocks);
+        const int64_t first = in_row / work.splits % work.blocks * kBlockRows, split = in_row % work.splits;
         const Scratch scratch = workspace.of_thread(plan, thread);
         Item item(plan, call, row, head, first, scratch);
-        item.run(split, splits);
+        item.run(split, work.splits);
         for (int i = 0; i < item.rows(); ++i) {
-            if (splits > 1) {
-                item.store_part(i, part_of(r, head, first + i, splits) + split * plan.part_floats());
+            if (work.splits > 1) {
+                item.store_part(i, part_of(r, head, first + i) + split * plan.part_floats());
                 continue;
             }
             float* part = scratch.tile;  // free again, and large enough for one part
             item.store_part(i, part);
-            const int64_t query = first + i;
-            finish(plan, call, row, query / plan.ratio, head * plan.ratio + static_cast<int>(query % plan.ratio), part);
+            finish(plan, call, row, head, first + i, part);
         }
     });
     if (parts == 0) return;
@@ -551,12 +554,12 @@ void fast_attend(const LayerStore& layer, const AttendCall& call, ThreadPool& po
         const int32_t r = static_cast<int32_t>(number / heads);
         const int head = static_cast<int>(number % heads);
         const Row& row = call.rows.data[r];
-        const int64_t splits = plan.splits(row);
+        const int64_t splits = workspace.rows[r].splits;
         if (splits == 1) return;
         for (int64_t query = 0; query < row.count * plan.ratio; ++query) {
-            float* part = part_of(r, head, query, splits);
-            merge_parts(part, splits, plan.part_floats());
-            finish(plan, call, row, query / plan.ratio, head * plan.ratio + static_cast<int>(query % plan.ratio), part);
+            float* part = part_of(r, head, query);
+            merge_splits(part, splits, plan.part_floats());
+            finish(plan, call, row, head, query, part);
         }
     });
 }

@@ -43,6 +43,10 @@ HWY_AFTER_NAMESPACE();
 namespace kivi::cpu {
 
 namespace {
+// Cache lines that the cursors are ahead: 8 KiB, a quarter of the smallest first-level cache, beside operands and
+// scores; and 24 KiB, two pages of 2-bit codes, which the second level holds with ease and which outlast the latency
+// of a busy memory. Half or twice as much of either changes nothing measurable (T 4096, cold); 32 and 64 lines make
+// `kivi2-sink` and `k3v2` slower by 30 %, no lines at all by 80 %.
 constexpr int kNearLines = 128;
 constexpr int kFarLines = 384;
 }  // namespace

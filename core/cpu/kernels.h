@@ -93,7 +93,6 @@ struct PackedScratch {
     int32_t* operand;  // [kOperandPairs] folded q or p, pairs of int16
     float* values;     // [kBlockRows * kMaxDim] scaled queries; scales and mins of the groups of values
 };
-constexpr int kMaxDim = 512;
 // Pairs of a row of folded q, and all of them: [groups of a page][rows][pairs]. Not a power of two, so that rows do
 // not share cache sets.
 constexpr int kKeyPairs = kMaxDim / 2 + 16;

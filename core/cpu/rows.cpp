@@ -5,11 +5,6 @@
 #include "format/row.h"
 
 namespace kivi::cpu {
-namespace {
-
-constexpr int kMaxDim = 512;
-
-}  // namespace
 
 bool take_row_plain(const void* data, int32_t dtype, int64_t at, int dim, int32_t transform, int32_t window_dtype,
                     uint8_t* to) {
