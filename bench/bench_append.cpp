@@ -234,10 +234,4 @@ void step(const Options& options) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-    const Options options = parse_options(argc, argv);
-    const auto wanted = [&](const char* name) { return options.only.empty() || options.only == name; };
-    if (wanted("prompt")) prompt(options);
-    if (wanted("step")) step(options);
-    return 0;
-}
+int main(int argc, char** argv) { return run_listed(argc, argv, {{"prompt", true, prompt}, {"step", true, step}}); }

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -31,29 +32,36 @@ double relative_error(const std::vector<float>& x, const std::vector<float>& y) 
     return std::sqrt(error / norm);
 }
 
+// How the library is called.
+struct How {
+    int batch = 1, threads = 2, head_dim = 128;
+    Target isa = kivi::cpu::simd::best_target();  // another is forced around each call
+    bool error = false;                           // compare with the double-precision path
+};
+
 // A group of contenders that are measured together, with what they work on.
 class Group {
   public:
-    Group(std::string title, int64_t context, int head_dim = 128)
-        : title_(std::move(title)), data_(make_data(context, 8, head_dim, 32)) {}
+    Group(std::string title, int64_t context) : title_(std::move(title)), context_(context) {}
 
-    // The library. `isa` other than the best is forced around each call.
-    void add(const Storage& storage, int batch = 1, int threads = 2, Target isa = kivi::cpu::simd::best_target(),
-             bool with_error = false) {
+    // The library.
+    void add(const Storage& storage, const How& how = {}) {
+        const Data& data = data_of(how.head_dim);
+        const Target isa = how.isa;
         Case what;
-        what.batch = batch;
-        what.threads = threads;
-        what.head_dim = data_.dim;
-        what.context = data_.tokens;
+        what.batch = how.batch;
+        what.threads = how.threads;
+        what.head_dim = data.dim;
+        what.context = data.tokens;
         what.preset = storage.name;
         what.k_bits = storage.k.bits;
         what.v_bits = storage.v.bits;
         what.group = storage.k.group;
         what.hadamard = storage.k.transform == H || storage.v.transform == H;
         what.isa = kivi::cpu::simd::target_name(isa);
-        caches_.push_back(std::make_unique<Cache>(storage, what, data_));
+        caches_.push_back(std::make_unique<Cache>(storage, what, data));
         Cache* cache = caches_.back().get();
-        out_.resize(std::max(out_.size(), data_.q.size() * batch));
+        out_.resize(std::max(out_.size(), data.q.size() * how.batch));
         Contender contender;
         contender.suite = "attend";
         contender.what = what;
@@ -63,30 +71,31 @@ class Group {
             cache->attend(round, out_.data());
             kivi::cpu::simd::force_target(kivi::cpu::simd::best_target());
         };
-        if (with_error) {
+        if (how.error) {
             Case one = what;
             one.batch = 1;
-            Cache reference(storage, one, data_, true);
-            std::vector<float> expected(data_.q.size());
+            Cache reference(storage, one, data, true);
+            std::vector<float> expected(data.q.size());
             reference.attend(0, expected.data());
             contender.run(0);
-            contender.error = relative_error({out_.begin(), out_.begin() + data_.q.size()}, expected);
+            contender.error = relative_error({out_.begin(), out_.begin() + data.q.size()}, expected);
         }
         contenders_.push_back(std::move(contender));
     }
 
     void add_plain(bool half) {
-        const int64_t elements = data_.tokens * data_.heads * data_.dim;
+        const Data& data = data_of(128);
+        const int64_t elements = data.tokens * data.heads * data.dim;
         const size_t size = half ? 2 : 4;
         const double bytes = 2.0 * static_cast<double>(elements) * size;
         const int sets = sets_for(bytes);
         uint8_t* memory = static_cast<uint8_t*>(big_memory(static_cast<size_t>(bytes) * sets));
         for (int part = 0; part < 2; ++part) {
-            const std::vector<uint16_t>& from = part == 0 ? data_.k : data_.v;
+            const std::vector<uint16_t>& from = part == 0 ? data.k : data.v;
             uint8_t* to = memory + part * elements * size;
             for (int64_t i = 0; i < elements; ++i) {
-                const int64_t t = i / data_.dim / data_.heads, h = i / data_.dim % data_.heads;
-                const int64_t at = (h * data_.tokens + t) * data_.dim + i % data_.dim;
+                const int64_t t = i / data.dim / data.heads, h = i / data.dim % data.heads;
+                const int64_t at = (h * data.tokens + t) * data.dim + i % data.dim;
                 if (half) {
                     reinterpret_cast<uint16_t*>(to)[at] = from[i];
                 } else {
@@ -95,31 +104,31 @@ class Group {
             }
         }
         for (int set = 1; set < sets; ++set) std::memcpy(memory + 2 * set * elements * size, memory, 2 * elements * size);
-        scores_.resize(data_.tokens * pool_.threads());
-        out_.resize(std::max(out_.size(), data_.q.size()));
+        scores_.resize(data.tokens * pool_.threads());
+        out_.resize(std::max(out_.size(), data.q.size()));
         Contender contender;
         contender.suite = "attend";
         contender.what.preset = half ? "plain-f16" : "plain-f32";
         contender.what.dtype = half ? "f16" : "f32";
         contender.what.k_bits = contender.what.v_bits = half ? 16 : 32;
-        contender.what.context = data_.tokens;
-        contender.what.head_dim = data_.dim;
+        contender.what.context = data.tokens;
+        contender.what.head_dim = data.dim;
         contender.what.isa = "compiler";
         contender.bytes = bytes;
-        contender.run = [this, memory, elements, size, sets, half](int64_t round) {
+        contender.run = [this, &data, memory, elements, size, sets, half](int64_t round) {
             const uint8_t* k = memory + 2 * (round % sets) * elements * size;
             const uint8_t* v = k + elements * size;
             pool_.parallel(32, [&](int64_t head, int thread) {
-                const int64_t at = head / 4 * data_.tokens * data_.dim * static_cast<int64_t>(size);
-                const float* q = data_.q.data() + head * data_.dim;
-                float* scores = scores_.data() + thread * data_.tokens;
-                float* out = out_.data() + head * data_.dim;
+                const int64_t at = head / 4 * data.tokens * data.dim * static_cast<int64_t>(size);
+                const float* q = data.q.data() + head * data.dim;
+                float* scores = scores_.data() + thread * data.tokens;
+                float* out = out_.data() + head * data.dim;
                 if (half) {
                     plain_head_f16(reinterpret_cast<const uint16_t*>(k + at), reinterpret_cast<const uint16_t*>(v + at),
-                                   data_.tokens, data_.dim, q, scores, out);
+                                   data.tokens, data.dim, q, scores, out);
                 } else {
                     plain_head_f32(reinterpret_cast<const float*>(k + at), reinterpret_cast<const float*>(v + at),
-                                   data_.tokens, data_.dim, q, scores, out);
+                                   data.tokens, data.dim, q, scores, out);
                 }
             });
         };
@@ -135,8 +144,7 @@ class Group {
         Contender contender;
         contender.suite = "read";
         contender.what.preset = "read";
-        contender.what.context = data_.tokens;
-        contender.what.head_dim = data_.dim;
+        contender.what.context = context_;
         contender.bytes = static_cast<double>(bytes);
         contender.run = [this, memory, bytes, sets](int64_t round) {
             const uint8_t* at = memory + round % sets * bytes;
@@ -147,14 +155,21 @@ class Group {
         contenders_.push_back(std::move(contender));
     }
 
-    // Every contender against those named `against`, time for time, per row of the batch.
+    // Every contender against those named `against`, time for time, per row of the batch; and what has another head
+    // dim than 128 also against the same preset at 128, byte for byte.
     void run(const Options& options, const std::vector<std::string>& against) {
         const double seconds = options.seconds > 0 ? options.seconds : options.quick ? 1.5 : 6;
         measure(contenders_, seconds);
         for (Contender& c : contenders_) {
             if (c.what.preset == "read") continue;
             for (const Contender& other : contenders_) {
-                if (&other == &c || std::find(against.begin(), against.end(), label(other)) == against.end()) continue;
+                if (c.what.head_dim != 128 && other.what.head_dim == 128 && other.what.preset == c.what.preset) {
+                    c.ratios["head dim 128, per byte"] = c.gbps() / other.gbps();
+                }
+                if (&other == &c || other.what.head_dim != c.what.head_dim ||
+                    std::find(against.begin(), against.end(), label(other)) == against.end()) {
+                    continue;
+                }
                 if (other.what.preset == "read") {
                     c.ratios["read"] = c.gbps() / other.gbps();
                 } else {
@@ -167,6 +182,12 @@ class Group {
     }
 
   private:
+    const Data& data_of(int head_dim) {
+        const auto at = data_.find(head_dim);
+        if (at != data_.end()) return at->second;
+        return data_.emplace(head_dim, make_data(context_, 8, head_dim, 32)).first->second;
+    }
+
     static std::string label(const Contender& c) {
         std::string name = c.what.preset;
         if (c.suite == "attend" && c.what.isa == "AVX2" && kivi::cpu::simd::best_target() != Target::avx2) {
@@ -176,7 +197,8 @@ class Group {
     }
 
     std::string title_;
-    Data data_;
+    int64_t context_;
+    std::map<int, Data> data_;  // by head dim
     std::vector<std::unique_ptr<Cache>> caches_;
     std::vector<Contender> contenders_;
     kivi::cpu::ThreadPool pool_{2};
@@ -188,71 +210,94 @@ Storage named(std::string name, const kivi_spec& k, const kivi_spec& v, int sink
     return {std::move(name), k, v, sink, recent, flush};
 }
 
+const Storage f16 = preset_storage("f16"), g32 = preset_storage("kivi2-sink"), k3v2 = preset_storage("k3v2");
+const Storage g128 = named("2/2 g128", spec(2, C, 128, 0), spec(2, T, 128, 0), 128, 0, 128);
+
+void at_context(const Options& options, int64_t context) {
+    Group group("context " + std::to_string(context), context);
+    How how;
+    how.error = context <= 4096;
+    group.add(f16, how);
+    group.add_read();
+    group.add_plain(true);
+    group.add_plain(false);
+    group.add(g32, how);
+    group.add(k3v2, how);
+    if (!options.quick) {
+        group.add(g128, how);
+        group.add(preset_storage("k4v2"), how);
+        group.add(preset_storage("kivi4"), how);
+    }
+    group.run(options, {"f16", "read", "plain-f16", "plain-f32"});
+}
+
+void avx2_only(const Options& options) {
+    if (!kivi::cpu::simd::runs_on(Target::avx2) || kivi::cpu::simd::best_target() == Target::avx2) return;
+    Group group("AVX2 only, context 4096", 4096);
+    How avx2;
+    avx2.isa = Target::avx2;
+    avx2.error = true;
+    group.add(f16);
+    group.add(f16, avx2);
+    group.add(g32, avx2);
+    group.add(g128, avx2);
+    group.add(k3v2, avx2);
+    group.add(preset_storage("kivi4"), avx2);
+    group.run(options, {"f16", "f16 AVX2"});
+}
+
+void with_hadamard(const Options& options) {
+    Group group("Hadamard beside none, context 4096", 4096);
+    group.add(named("k3v2 none", k3v2.k, spec(2, T, 64, 0), 64, 64, 64));
+    group.add(k3v2);
+    group.add(named("k3v2 K and V", spec(3, C, 64, H), spec(2, T, 64, H), 64, 64, 64));
+    group.run(options, {"k3v2 none"});
+}
+
+void head_dims(const Options& options) {
+    Group group("head dim 64 beside 128, context 4096", 4096);
+    for (const int head_dim : {128, 64}) {
+        How how;
+        how.head_dim = head_dim;
+        group.add(f16, how);
+        group.add(g32, how);
+        group.add(k3v2, how);
+    }
+    group.run(options, {"f16"});
+}
+
+void batches(const Options& options) {
+    Group group("batch, context 4096", 4096);
+    How eight;
+    eight.batch = 8;
+    group.add(g32);
+    group.add(g32, eight);
+    group.run(options, {"kivi2-sink"});
+}
+
+void thread_counts(const Options& options) {
+    Group group("threads, context 4096", 4096);
+    How alone;
+    alone.threads = 1;
+    group.add(f16, alone);
+    group.add(g32, alone);
+    group.add(g32);
+    group.run(options, {"kivi2-sink", "f16"});
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-    const Options options = parse_options(argc, argv);
-    const auto wanted = [&](const std::string& name) {
-        return options.only.empty() || name.find(options.only) != std::string::npos;
+    const auto context = [](int64_t tokens) {
+        return [tokens](const Options& options) { at_context(options, tokens); };
     };
-    const Storage f16 = preset_storage("f16"), g32 = preset_storage("kivi2-sink"), k3v2 = preset_storage("k3v2");
-    const Storage g128 = named("2/2 g128", spec(2, C, 128, 0), spec(2, T, 128, 0), 128, 0, 128);
-    const Target best = kivi::cpu::simd::best_target();
-
-    for (int64_t context : {512, 4096, 32768}) {
-        const std::string name = "context " + std::to_string(context);
-        if (!wanted(name) || (options.quick && context > 4096)) continue;
-        Group group(name, context);
-        const bool error = context <= 4096;
-        group.add(f16, 1, 2, best, error);
-        group.add_read();
-        group.add_plain(true);
-        group.add_plain(false);
-        group.add(g32, 1, 2, best, error);
-        group.add(k3v2, 1, 2, best, error);
-        if (!options.quick) {
-            group.add(g128, 1, 2, best, error);
-            group.add(preset_storage("k4v2"), 1, 2, best, error);
-            group.add(preset_storage("kivi4"), 1, 2, best, error);
-        }
-        group.run(options, {"f16", "read", "plain-f16", "plain-f32"});
-    }
-    if (!options.quick && wanted("AVX2") && kivi::cpu::simd::runs_on(Target::avx2) && best != Target::avx2) {
-        Group group("AVX2 only, context 4096", 4096);
-        group.add(f16);
-        group.add(f16, 1, 2, Target::avx2, true);
-        group.add(g32, 1, 2, Target::avx2, true);
-        group.add(g128, 1, 2, Target::avx2, true);
-        group.add(k3v2, 1, 2, Target::avx2, true);
-        group.add(preset_storage("kivi4"), 1, 2, Target::avx2, true);
-        group.run(options, {"f16", "f16 AVX2"});
-    }
-    if (!options.quick && wanted("hadamard")) {
-        Group group("Hadamard beside none, context 4096", 4096);
-        group.add(named("k3v2 none", k3v2.k, spec(2, T, 64, 0), 64, 64, 64));
-        group.add(k3v2);
-        group.add(named("k3v2 K and V", spec(3, C, 64, H), spec(2, T, 64, H), 64, 64, 64));
-        group.run(options, {"k3v2 none"});
-    }
-    if (!options.quick && wanted("dim")) {
-        Group group("head dim 64, context 4096", 4096, 64);
-        group.add(f16);
-        group.add(g32);
-        group.add(k3v2);
-        group.run(options, {"f16"});
-    }
-    if (!options.quick && wanted("batch")) {
-        Group group("batch, context 4096", 4096);
-        group.add(g32);
-        group.add(g32, 8);
-        group.run(options, {"kivi2-sink"});
-    }
-    if (!options.quick && wanted("threads")) {
-        Group group("threads, context 4096", 4096);
-        group.add(f16, 1, 1);
-        group.add(g32, 1, 1);
-        group.add(g32);
-        group.run(options, {"kivi2-sink", "f16"});
-    }
-    return 0;
+    return run_listed(argc, argv,
+                      {{"context 512", true, context(512)},
+                       {"context 4096", true, context(4096)},
+                       {"context 32768", false, context(32768)},
+                       {"AVX2", false, avx2_only},
+                       {"hadamard", false, with_hadamard},
+                       {"head dim", false, head_dims},
+                       {"batch", false, batches},
+                       {"threads", false, thread_counts}});
 }

@@ -15,8 +15,9 @@
 
 namespace bench {
 
-Options parse_options(int argc, char** argv) {
+int run_listed(int argc, char** argv, const std::vector<Listed>& groups) {
     Options options;
+    std::string only;
     for (int i = 1; i < argc; ++i) {
         const std::string arg = argv[i];
         const auto value = [&]() -> std::string {
@@ -31,21 +32,32 @@ Options parse_options(int argc, char** argv) {
         } else if (arg == "--json") {
             options.json = value();
         } else if (arg == "--only") {
-            options.only = value();
+            only = value();
         } else {
-            std::fprintf(stderr, "usage: %s [--quick] [--seconds S] [--only GROUP] [--json FILE]\n", argv[0]);
-            std::exit(2);
+            const bool asked = arg == "--help";
+            FILE* to = asked ? stdout : stderr;
+            std::fprintf(to,
+                         "usage: %s [--quick] [--seconds S] [--only PART] [--json FILE]\n"
+                         "  --quick      less time, fewer contenders, and only some groups\n"
+                         "  --seconds S  for each group\n"
+                         "  --only PART  groups whose name contains PART\n"
+                         "  --json FILE  one object a case is added to FILE\n"
+                         "groups:\n",
+                         argv[0]);
+            for (const Listed& group : groups) {
+                std::fprintf(to, "  %s%s\n", group.name.c_str(), group.quick ? "" : " (left out by --quick)");
+            }
+            return asked ? 0 : 2;
         }
     }
-    return options;
+    for (const Listed& group : groups) {
+        if (group.name.find(only) == std::string::npos || (options.quick && !group.quick)) continue;
+        group.run(options);
+    }
+    return 0;
 }
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
-double median(std::vector<double> times) {
-    std::sort(times.begin(), times.end());
-    return times[times.size() / 2];
-}
 
 void check(kivi_status status) {
     if (status == KIVI_OK) return;
@@ -136,10 +148,11 @@ void append_json(const std::string& file, const std::vector<Contender>& contende
                      "{\"suite\": \"%s\", \"case\": {\"backend\": \"%s\", \"batch\": %d, \"q_heads\": %d, "
                      "\"kv_heads\": %d, \"head_dim\": %d, \"context\": %lld, \"q_len\": %d, \"dtype\": \"%s\", "
                      "\"preset\": \"%s\", \"k_bits\": %d, \"v_bits\": %d, \"group\": %d, \"threads\": %d, "
-                     "\"isa\": \"%s\", \"hadamard\": %s}, \"median_us\": %.3f, \"bytes\": %.0f, \"gbps\": %.3f, ",
+                     "\"isa\": \"%s\", \"hadamard\": %s}, \"median_us\": %.3f, \"bytes\": %.0f, \"gbps\": %.3f, \"llc_bytes\": %zu, ",
                      c.suite.c_str(), w.backend.c_str(), w.batch, w.q_heads, w.kv_heads, w.head_dim,
                      static_cast<long long>(w.context), w.q_len, w.dtype.c_str(), w.preset.c_str(), w.k_bits, w.v_bits,
-                     w.group, w.threads, w.isa.c_str(), w.hadamard ? "true" : "false", c.median_us, c.bytes, c.gbps());
+                     w.group, w.threads, w.isa.c_str(), w.hadamard ? "true" : "false", c.median_us, c.bytes, c.gbps(),
+                     last_level_cache_bytes());
         if (c.error >= 0) std::fprintf(to, "\"error\": %.3e, ", c.error);
         std::fprintf(to, "\"ratios\": {");
         const char* comma = "";

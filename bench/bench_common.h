@@ -14,12 +14,18 @@ struct Options {
     bool quick = false;
     double seconds = 0;    // a group of contenders; 0: the benchmark's own choice
     std::string json;      // file for JSON Lines, or empty
-    std::string only;      // run groups whose name contains this
 };
-Options parse_options(int argc, char** argv);
+
+// What a program measures together, under a name. --quick leaves it out or, if `quick`, shortens it.
+struct Listed {
+    std::string name;
+    bool quick;
+    std::function<void(const Options&)> run;
+};
+// The main function of a benchmark: reads the options (--help names them and the groups) and runs what they want.
+int run_listed(int argc, char** argv, const std::vector<Listed>& groups);
 
 double now();  // seconds
-double median(std::vector<double> times);
 
 // Ends the program with the library's sentence if status is not KIVI_OK.
 void check(kivi_status status);
