@@ -2,6 +2,7 @@
 # linked; a copy on the machine is taken if there is one, else a pinned release is fetched.
 find_path(KIVI_HIGHWAY_INCLUDE_DIR hwy/highway.h DOC "Folder that holds hwy/highway.h")
 if(NOT KIVI_HIGHWAY_INCLUDE_DIR)
+    message(STATUS "hwy/highway.h is not installed (Debian: libhwy-dev): fetching it")
     include(FetchContent)
     FetchContent_Declare(highway
         URL https://github.com/google/highway/archive/refs/tags/1.2.0.tar.gz

@@ -5,8 +5,8 @@
     results.py summary FILE.txt   output whose last such line is "N passed, N failed, N skipped"
 A test that prints a line "SKIP: why" is skipped for that reason.
 """
+import argparse
 import re
-import sys
 import xml.etree.ElementTree as ET
 
 
@@ -55,7 +55,12 @@ def summary(path):
 
 
 def main():
-    passed, failed, skipped = {"ctest": ctest, "pytest": pytest, "summary": summary}[sys.argv[1]](sys.argv[2])
+    kinds = {"ctest": ctest, "pytest": pytest, "summary": summary}
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("kind", choices=kinds)
+    parser.add_argument("report")
+    arguments = parser.parse_args()
+    passed, failed, skipped = kinds[arguments.kind](arguments.report)
     print(f"passed {passed}\nfailed {failed}")
     for why in skipped:
         print("skipped", " ".join(why.split()))

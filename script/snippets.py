@@ -3,6 +3,7 @@
 A program is a fenced block of C, C++, Python or Rust. The line before it names its file:
     <!-- bindings/c/examples/decode_loop.c -->
 """
+import argparse
 import pathlib
 import re
 import sys
@@ -12,6 +13,7 @@ QUICK_STARTS = {"c", "python", "rust"}
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     root = pathlib.Path(__file__).resolve().parent.parent
     if not (root / "README.md").is_file():
         sys.exit("README.md is missing")

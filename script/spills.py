@@ -3,6 +3,7 @@
 Prints one line a kernel that spills. A decode kernel must not spill: exit code 1.
 """
 
+import argparse
 import re
 import subprocess
 import sys
@@ -28,7 +29,9 @@ def readable(name):
 
 
 def main():
-    with open(sys.argv[1]) as file:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("log", type=argparse.FileType())
+    with parser.parse_args().log as file:
         found = list(kernels(file))
     if not found:
         sys.exit("no kernels in the output of the build")

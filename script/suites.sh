@@ -82,6 +82,9 @@ suite_readme() {
     pass "$(grep -c verbatim "$logs/$suite.log")"
 }
 
+# What the scripts say to bad arguments, and where there is no compiler and no network.
+suite_scripts() { pytest_in tests/scripts; }
+
 # The binding as a user gets it: a wheel, installed, and tested from outside its folder.
 suite_python() {
     rm -rf "$build/wheel"

@@ -4,10 +4,14 @@
     support.py --check  fails if README.md differs from the library's answers
 Run with a Python that has the kivi package.
 """
+import argparse
 import pathlib
 import sys
 
-import kivi
+try:
+    import kivi
+except ImportError as error:
+    sys.exit(f"support.py: {error}; run this with a Python that has the kivi package")
 
 README = pathlib.Path(__file__).resolve().parent.parent / "README.md"
 HEAD_DIMS = [64, 80, 96, 112, 128, 192, 256]
@@ -95,9 +99,12 @@ def fill(text, name, lines):
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="fail if README.md differs from the library's answers")
+    check = parser.parse_args().check
     before = README.read_text(encoding="utf-8")
     after = fill(fill(before, "presets", presets()), "support", support())
-    if "--check" in sys.argv[1:]:
+    if check:
         if after != before:
             sys.exit("README.md differs from what the library supports: run script/support.py")
         print("README.md: tables as the library answers")

@@ -6,7 +6,6 @@ full precision, perplexity and divergence on a public-domain text decoded token 
 cache, speed of the attention, and the errors of the four pairs of axes on the model's own K, V and Q.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -20,6 +19,7 @@ import kivi
 import numpy as np
 
 import axis_table
+import command_line
 import report
 from candidates import BASELINE, QUERY_AWARE, Candidate, bits_per_element, open_caches
 from engine.decode import generate, score_windows
@@ -54,7 +54,7 @@ QUICK = Size(2, 640, 256, 512, 300, 48, 768, 64, 6)
 
 
 def main():
-    arguments = parse()
+    arguments = command_line.demo()
     size, begin = QUICK if arguments.quick else FULL, time.monotonic()
     try:
         print(f"reading {arguments.model}", file=sys.stderr)
@@ -181,8 +181,6 @@ def preset_row(candidate, scores, measured, answers):
 
 
 def about(file, size):
-    commit = subprocess.run(["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty"],
-                            capture_output=True, text=True)
     return {
         "model": Path(file.path).stem,
         "text": SOURCE,
@@ -195,8 +193,16 @@ def about(file, size):
         "date": time.strftime("%Y-%m-%d"),
         "cpu": f"{cpu_name()}, {os.cpu_count()} cores",
         "build": f"kivi {kivi.version()}: {kivi.build_info()}",
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit() or "unknown",
     }
+
+
+def commit():
+    describe = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(describe, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git here
+        return ""
 
 
 def cpu_name():
@@ -205,14 +211,6 @@ def cpu_name():
         return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def parse():
-    parser = argparse.ArgumentParser(prog="script/demo", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", required=True, help="a GGUF file of the Llama or Qwen2 family")
-    parser.add_argument("--quick", action="store_true", help="less of everything, at most three minutes")
-    parser.add_argument("--out", required=True, help="folder for the pictures and the page")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

