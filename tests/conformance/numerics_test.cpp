@@ -513,3 +513,73 @@ TEST_CASE("S11, fault 35, fault 41: small signals on large offsets keep their sh
         check_attend(narrow, {{0, 1}}, q);
     }
 }
+
+TEST_CASE("rows beyond the window dtype, before or after their Hadamard, are clamped and counted, K and V apart") {
+    constexpr int kTokens = 128, kHeads = 2, kDim = 128;
+    struct Huge {
+        int token, head;
+        float size;
+    };
+    const std::vector<Huge> huge_keys{{3, 1, -60000}, {70, 0, 60000}, {120, 1, 60000}};  // sink, packed, tail
+    const std::vector<Huge> huge_values{{5, 0, 60000}, {80, 1, -60000}};
+    const auto fill = [&](Floats& x, const Huge& huge, float factor) {
+        const auto row = x.begin() + (huge.token * kHeads + huge.head) * kDim;
+        std::fill(row, row + kDim, factor * huge.size);
+    };
+    for (const bool rotate : {true, false}) {
+        // Rotated, a row of +-60000 has one channel of +-60000 sqrt(128). As it is, only a larger one is beyond f16.
+        const float factor = rotate ? 1.0f : 20.0f;
+        for (int32_t window_dtype : {KIVI_F16, KIVI_BF16}) {
+            CAPTURE(rotate);
+            CAPTURE(window_dtype);
+            const kivi_spec k = channel(2, 32), v = token(2, 32);
+            kivi_config with = config(rotate ? rotated(k) : k, rotate ? rotated(v) : v, {kHeads, 4, kDim, kDim},
+                                      {32, 32, 32});
+            with.window_dtype = window_dtype;
+            Random random(60);
+            Tokens tokens{random.normals(kTokens * kHeads * kDim), random.normals(kTokens * kHeads * kDim)};
+            for (const Huge& huge : huge_keys) fill(tokens.k, huge, factor);
+            for (const Huge& huge : huge_values) fill(tokens.v, huge, factor);
+            const Cache cache(with);
+            cache.append(0, tokens, 0, kTokens, 50);
+
+            const bool beyond = window_dtype == KIVI_F16;
+            CHECK(cache.statistics().saturated_rows == (beyond ? 5 : 0));
+            const int64_t border = rolling_border(with, kTokens);
+            CHECK(border == 96);
+            CHECK(payload_in(cache.blob(), 0) == payload(with, cache.layer(), tokens, kTokens, border, border));
+            const Tokens stored = cache.dequantize(0, 0, KIVI_STORED_BASIS);
+            const float clamped = round_to(window_dtype, rotate ? 60000 * std::sqrt(128.0f) : factor * 60000);
+            CHECK(stored.k[(3 * kHeads + 1) * kDim] == (beyond ? -65504.0f : -clamped));
+            CHECK(stored.k[(120 * kHeads + 1) * kDim] == (beyond ? 65504.0f : clamped));
+            CHECK(stored.v[5 * kHeads * kDim] == (beyond ? 65504.0f : clamped));
+            CHECK(all_finite(stored.k));
+            CHECK(all_finite(stored.v));
+            check_attend(cache, {{0, 1}}, random.normals(4 * kDim, 1e-4f));
+        }
+    }
+}
+
+TEST_CASE("a key channel at 7000 with queries of 40 and a value channel at 60000 are right, rotated or not") {
+    for (const bool rotate : {false, true}) {
+        CAPTURE(rotate);
+        const kivi_spec k = channel(3, 64), v = token(2, 64);
+        const Cache cache(
+            config(rotate ? rotated(k) : k, rotate ? rotated(v) : v, {1, 4, 128, 128}, {64, 64, 64}));
+        Random random(61);
+        Tokens tokens{random.normals(300 * 128), random.normals(300 * 128)};
+        for (size_t t = 0; t < 300; ++t) {
+            tokens.k[t * 128 + 11] = t == 140 ? 7000.0f : -7000.0f;
+            tokens.v[t * 128 + 90] = 60000.0f;
+        }
+        cache.append(0, tokens, 0, 300, 0, 0, KIVI_F16);
+        CHECK(cache.statistics().saturated_rows == 0);
+        Floats q = random.normals(4 * 128);
+        for (size_t head = 0; head < 4; ++head) q[head * 128 + 11] = 40;
+        check_attend(cache, {{0, 1}}, q);  // one key outweighs the rest by exp(49000)
+        const Answer answer = cache.attend({{0, 1}}, q);
+        for (size_t head = 0; head < 4; ++head) {
+            CHECK(answer.out[head * 128 + 90] == doctest::Approx(60000).epsilon(0.02));
+        }
+    }
+}
