@@ -1,5 +1,6 @@
 """A copy of the checkout, and a PATH that lacks what a test says, so that no test changes this machine."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COMPILERS = {"c++", "cc", "g++", "gcc", "clang++", "clang"}
+COMPILERS = frozenset({"c++", "cc", "g++", "gcc", "clang++", "clang"})
 NEVER = {"apt-get", "sudo", "nvidia-smi", "nvcc"}  # what could change the machine, or makes machines differ
 
 
@@ -27,13 +28,13 @@ def checkout(tmp_path):
     return copy
 
 
-@pytest.fixture
-def tools(tmp_path):
+@pytest.fixture(scope="session")
+def tools(tmp_path_factory):
     """tools(without={...}): a folder of links to every command of this machine but these."""
-    folder = tmp_path / "tools"
 
-    def make(without=()):
-        folder.mkdir()
+    @functools.lru_cache(maxsize=None)
+    def make(without=frozenset()):
+        folder = tmp_path_factory.mktemp("tools")
         (folder / "python3").symlink_to(getattr(sys, "_base_executable", sys.executable))
         for place in map(Path, os.environ["PATH"].split(os.pathsep)):
             if not place.is_dir() or place.name == "ccache" or (place.parent / "pyvenv.cfg").exists():

