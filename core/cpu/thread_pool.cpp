@@ -42,7 +42,8 @@ class SignalsBlocked {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads) : process_(getpid()), bed_(std::make_unique<Bed>()) {
+ThreadPool::ThreadPool(int threads) : process_(getpid()) {
+    sem_init(&wake_, 0, 0);
     if (threads <= 1) return;
     handles_ = std::make_unique<std::thread[]>(threads - 1);
     SignalsBlocked blocked;
@@ -58,17 +59,14 @@ ThreadPool::ThreadPool(int threads) : process_(getpid()), bed_(std::make_unique<
 
 ThreadPool::~ThreadPool() {
     if (process_ != getpid()) {
-        // After fork() there are no workers to join, but their marks on what they slept on remain.
+        // After fork() there are no workers to join, but their marks on the semaphore remain.
         (void)handles_.release();
-        (void)bed_.release();
         return;
     }
-    {
-        std::lock_guard<std::mutex> lock(bed_->mutex);
-        stop_.store(true);
-    }
-    bed_->wake.notify_all();
+    stop_.store(true);
+    wake();
     for (int i = 0; i < workers_; ++i) handles_[i].join();
+    sem_destroy(&wake_);
 }
 
 void ThreadPool::parallel(int64_t items, Task task, void* context) {
@@ -82,12 +80,7 @@ void ThreadPool::parallel(int64_t items, Task task, void* context) {
     items_ = items;
     next_.store(0, std::memory_order_relaxed);
     open_.store(++jobs_);
-    if (asleep_.load() > 0) {
-        {
-            std::lock_guard<std::mutex> lock(bed_->mutex);
-        }  // a worker about to sleep has looked at open_ or will
-        bed_->wake.notify_all();
-    }
+    wake();
     run_items(0);
     // Closed first, counted second; workers enter in the opposite order, so none slips through.
     open_.store(0);
@@ -109,28 +102,46 @@ void ThreadPool::run_items(int thread) {
     }
 }
 
+bool ThreadPool::has_news(uint64_t last) const {
+    const uint64_t job = open_.load();
+    return stop_.load() || (job != 0 && job != last);
+}
+
 // Number of an open job that is not `last`; 0 when the pool ends.
 uint64_t ThreadPool::wait_for_job(uint64_t last) {
-    const auto ready = [&](uint64_t job) { return job != 0 && job != last; };
-    const auto until = std::chrono::steady_clock::now() + kSpin;
-    do {
-        for (int i = 0; i < kPausesBetweenLooks; ++i) {
-            const uint64_t job = open_.load();
-            if (ready(job)) return job;
-            if (stop_.load(std::memory_order_relaxed)) return 0;
-            pause();
-        }
-    } while (std::chrono::steady_clock::now() < until);
+    for (;;) {
+        const auto until = std::chrono::steady_clock::now() + kSpin;
+        do {
+            for (int i = 0; i < kPausesBetweenLooks; ++i) {
+                if (stop_.load()) return 0;
+                const uint64_t job = open_.load();
+                if (job != 0 && job != last) return job;
+                pause();
+            }
+        } while (std::chrono::steady_clock::now() < until);
+        sleep(last);
+    }
+}
 
-    std::unique_lock<std::mutex> lock(bed_->mutex);
+// Worker and caller act in opposite orders, and atomics are sequentially consistent here: the worker counts itself,
+// then looks for news; the caller publishes news, then takes the count. So a worker sees the news or is counted.
+// One that is done with a job may take the rise that was meant for another: it looks, counts itself and sleeps
+// again, and the other one misses that job, which the caller finishes without it.
+void ThreadPool::sleep(uint64_t last) {
     asleep_.fetch_add(1);
-    uint64_t job = 0;
-    bed_->wake.wait(lock, [&] {
-        job = open_.load();
-        return ready(job) || stop_.load();
-    });
-    asleep_.fetch_sub(1);
-    return stop_.load() ? 0 : job;
+    if (has_news(last)) {
+        // Not to sleep after all: off the count again, unless the caller has taken it and the semaphore will rise.
+        int asleep = asleep_.load();
+        while (asleep > 0) {
+            if (asleep_.compare_exchange_weak(asleep, asleep - 1)) return;
+        }
+    }
+    while (sem_wait(&wake_) != 0) continue;  // interrupted by a signal
+}
+
+void ThreadPool::wake() {
+    if (asleep_.load() == 0) return;
+    for (int sleepers = asleep_.exchange(0); sleepers > 0; --sleepers) sem_post(&wake_);
 }
 
 void ThreadPool::work(int thread) {

@@ -1,17 +1,21 @@
 // Threads of one cache: short parallel loops, started within microseconds, without allocation.
 //
-//   caller    publishes a job, takes items itself, closes the job, waits for the workers inside it
+//   caller    publishes a job, wakes sleepers, takes items itself, closes the job, waits for the workers inside it
 //   worker    spins for a moment, then sleeps; enters an open job, takes items, leaves
 //
 // Items are claimed one by one from a counter, so a slow thread takes fewer. A pool that is in use (two
 // attends at once, a nested call) or that came through fork() runs the loop on the caller's thread.
+//
+// There is no lock: all shared state is atomic words, and a sleeper waits on a semaphore, which the caller raises
+// (a system call) only where somebody sleeps. The caller waits for a worker only at the end, while one that has
+// claimed an item still works on it.
 #pragma once
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <thread>
+
+#include <semaphore.h>
 
 namespace kivi::cpu {
 
@@ -42,16 +46,14 @@ class ThreadPool {
   private:
     void work(int thread);
     uint64_t wait_for_job(uint64_t last);
+    bool has_news(uint64_t last) const;
+    void sleep(uint64_t last);
+    void wake();
     void run_items(int thread);
 
     int workers_ = 0;
     int64_t process_ = 0;  // the process that owns the workers
     std::unique_ptr<std::thread[]> handles_;
-    struct Bed {  // where workers sleep
-        std::mutex mutex;
-        std::condition_variable wake;
-    };
-    std::unique_ptr<Bed> bed_;
 
     std::atomic<bool> busy_{false};
 
@@ -65,8 +67,10 @@ class ThreadPool {
     alignas(64) std::atomic<int> inside_{0};     // workers that may touch the job
     uint64_t jobs_ = 0;
 
+    // Workers that sleep, or are about to, are counted in asleep_; who lowers it by n owes the semaphore n.
     alignas(64) std::atomic<int> asleep_{0};
     std::atomic<bool> stop_{false};
+    sem_t wake_;
 };
 
 }  // namespace kivi::cpu

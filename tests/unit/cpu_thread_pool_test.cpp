@@ -29,6 +29,34 @@ TEST_CASE("every item runs exactly once, whatever the number of items and thread
     }
 }
 
+TEST_CASE("workers that sleep or are about to are woken, all of them, loop after loop") {
+    using namespace std::chrono;
+    ThreadPool pool(3);
+    for (int loop = 0; loop < 6000; ++loop) {
+        // Workers look for work for about 50 us before they sleep: gaps on both sides of that.
+        const auto until = steady_clock::now() + nanoseconds(loop % 50 == 0 ? 500000 : 48000 + loop % 80 * 100);
+        while (steady_clock::now() < until) std::this_thread::yield();
+        std::atomic<int> met{0};
+        pool.parallel(3, [&](int64_t, int) {  // no thread gets on before all three have an item
+            ++met;
+            const auto patience = steady_clock::now() + seconds(20);
+            while (met < 3 && steady_clock::now() < patience) std::this_thread::yield();
+        });
+        const int together = met;
+        REQUIRE(together == 3);
+    }
+}
+
+TEST_CASE("a pool ends whatever its workers are doing") {
+    using namespace std::chrono;
+    for (int life = 0; life < 200; ++life) {
+        ThreadPool pool(3);
+        if (life % 2 == 0) pool.parallel(8, [](int64_t, int) {});
+        const auto until = steady_clock::now() + microseconds(life % 5 == 0 ? 300 : life % 90);
+        while (steady_clock::now() < until) std::this_thread::yield();
+    }
+}
+
 TEST_CASE("two loops at once and a loop inside a loop both finish") {
     ThreadPool pool(3);
     std::atomic<int64_t> sum{0};
