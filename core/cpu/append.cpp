@@ -71,30 +71,34 @@ class Append {
         return input_begin_ + (position - row_.before.length) * input_.token_stride;
     }
 
-    // While the rows of a page are taken head by head, those of the next page are fetched in the order in which
-    // they lie in memory: as many rows beside these `count` as these are, all heads of a token together. The
+    // While the rows of a page are worked on head by head, those of the next page are fetched in the order in
+    // which they lie in memory: as many rows as are worked on meanwhile, all heads of a token together. The
     // caller's rows of one head are too far apart for hardware prefetchers, and for the first-level cache: at a
     // power of two between them they fall into few of its sets.
     //
     //          head 0   1   2   3                       head 0   1   2   3
     //   token 0   |                               token 0   ------------->
-    //         1   |         taken, this page            1   ------------->   fetched, next page
+    //         1   |         packed, this page           1   ------------->   fetched, next page
     //         2   v
-    Stripe ahead(int64_t position, int count) const {
+    Ahead ahead(int64_t position, int count) const {
         const int heads = head_end_ - head_begin_;
         const int64_t in_page = (position - store_.windows.sink) % kPageTokens;
         const int64_t token =
             position - in_page + kPageTokens + ((head_ - head_begin_) * kPageTokens + in_page) / heads;
         if (in_page < 0 || token + (count + heads - 1) / heads > row_.after.length) return {};
-        return {input_at(token) - (head_ - head_begin_) * input_.head_stride, input_.token_stride,
-                input_.head_stride, heads};
+        const int64_t bytes = dtype_bytes(input_.dtype);
+        const int64_t at = input_at(token) - (head_ - head_begin_) * input_.head_stride;
+        return {static_cast<const uint8_t*>(input_.data) + at * bytes, input_.token_stride * bytes,
+                input_.head_stride * bytes, heads, store_.dim * bytes, count};
     }
 
-    bool take_fast(int64_t position, int count, float* x) const {
+    int lines_a_row() const { return static_cast<int>(store_.dim * dtype_bytes(input_.dtype) / kLineBytes); }
+
+    bool take_fast(int64_t position, int count, float* x, Ahead& ahead, int lines_a_row) const {
         if (row_kernels_ == nullptr) return false;
-        const InputRows rows{input_.data, input_.dtype, input_at(position), input_.token_stride,
-                             ahead(position, count)};
-        return row_kernels_->take(rows, count, store_.dim, store_.spec.transform, store_.window_dtype, x);
+        const InputRows rows{input_.data, input_.dtype, input_at(position), input_.token_stride};
+        return row_kernels_->take(rows, count, store_.dim, store_.spec.transform, store_.window_dtype, x, ahead,
+                                  lines_a_row);
     }
 
     // New rows to memory in the window dtype, each to its place(position).
@@ -102,7 +106,8 @@ class Append {
     void take(int64_t begin, int64_t end, Place place) {
         for (int64_t position = begin; position < end;) {
             const int count = static_cast<int>(std::min(kRowsAtOnce, end - position));
-            const bool fast = take_fast(position, count, rows_);
+            Ahead next = ahead(position, count);
+            const bool fast = take_fast(position, count, rows_, next, lines_a_row());
             for (int i = 0; i < count; ++i, ++position) {
                 if (fast) {
                     row_kernels_->store(rows_ + static_cast<int64_t>(i) * store_.dim, store_.window_dtype,
@@ -128,8 +133,8 @@ class Append {
         return fast;
     }
 
-    bool fetch_new(int64_t begin, int64_t end, float* x) {
-        if (take_fast(begin, static_cast<int>(end - begin), x)) return true;
+    bool fetch_new(int64_t begin, int64_t end, float* x, Ahead& ahead) {
+        if (take_fast(begin, static_cast<int>(end - begin), x, ahead, lines_a_row() / 2)) return true;
         alignas(64) uint8_t taken[kMaxRowBytes];
         for (int64_t position = begin; position < end; ++position, x += store_.dim) {
             saturated_ += take_row_plain(input_.data, input_.dtype, input_at(position), store_.dim,
@@ -139,10 +144,10 @@ class Append {
         return false;
     }
 
-    bool fetch(int64_t begin, int64_t end) {
+    bool fetch(int64_t begin, int64_t end, Ahead& ahead) {
         const int64_t border = std::max(begin, std::min(end, row_.before.length));
         const bool tail = border == begin || fetch_tail(begin, border, rows_);
-        const bool fresh = border == end || fetch_new(border, end, rows_ + (border - begin) * store_.dim);
+        const bool fresh = border == end || fetch_new(border, end, rows_ + (border - begin) * store_.dim, ahead);
         return tail && fresh;
     }
 
@@ -167,16 +172,18 @@ class Append {
         for (int64_t position = begin; position < end;) {
             const int count = static_cast<int>(std::min<int64_t>(step - first % step, end - position));
             prefetch_codes(first, count, part);
-            const bool fast = fetch(position, position + count) && pack_kernels_ != nullptr;
-            pack_rows(fast, first, count, part);
+            Ahead next = ahead(position, count);
+            const bool fast = fetch(position, position + count, next) && pack_kernels_ != nullptr;
+            pack_rows(fast, first, count, part, next);
+            next.fetch_rest();
             position += count;
             first += count;
         }
     }
 
-    void pack_rows(bool fast, int first, int count, uint8_t* part) {
+    void pack_rows(bool fast, int first, int count, uint8_t* part, Ahead& ahead) {
         if (fast && feedback_ == nullptr) {
-            pack_kernels_->nearest(store_, rows_, first, count, part);
+            pack_kernels_->nearest(store_, rows_, first, count, part, ahead);
         } else if (fast && pack_kernels_->query_aware != nullptr) {
             pack_kernels_->query_aware(store_, feedback_[head_], rows_, first, count, part);
         } else {

@@ -50,6 +50,7 @@ constexpr int kMaxDim = 512;
 constexpr int kMaxBlocks = kMaxDim / 32;  // groups of a token
 constexpr int kLanes = static_cast<int>(HWY_MAX_BYTES / sizeof(float) < kUnit ? HWY_MAX_BYTES / sizeof(float) : kUnit);
 constexpr int kLineBytes = 64;
+constexpr int kLinesATile = 4;  // fetched ahead: half a tile of 16-bit elements; row kernels fetch the other half
 
 // ---- parameters ----
 
@@ -94,85 +95,86 @@ Params params_of(const kivi_spec& spec, VF low, VF high) {
     return {round_params(hn::Div(range, levels), spec.param_dtype), round_params(low, spec.param_dtype)};
 }
 
-// Values that the parameter type holds exactly.
+// Values that the parameter type holds exactly, `stride` bytes apart.
 void store_params(const float* x, int32_t param_dtype, int count, int64_t stride, uint8_t* to) {
     if (param_dtype == KIVI_F32) {
         for (int i = 0; i < count; ++i) std::memcpy(to + i * stride, x + i, sizeof(float));
         return;
     }
-    HWY_ALIGN uint16_t half[kMaxDim];
-#if HWY_ARCH_X86 && HWY_TARGET > HWY_AVX2  // no conversion to f16
-    for (int i = 0; i < count; ++i) half[i] = f32_to_f16(x[i]);
-#else
-    const F32 d;
-    const hn::Rebind<hwy::float16_t, F32> d16;
-    for (int i = 0; i < count; i += kLanes) {  // whole vectors: x has room for them
-        hn::Store(hn::DemoteTo(d16, hn::LoadU(d, x + i)), d16, reinterpret_cast<hwy::float16_t*>(half + i));
+#if !HWY_ARCH_X86 || HWY_TARGET <= HWY_AVX2  // there is a conversion to f16
+    if (stride == 2 && count % kLanes == 0) {
+        const F32 d;
+        const hn::Rebind<hwy::float16_t, F32> d16;
+        hwy::float16_t* half = reinterpret_cast<hwy::float16_t*>(to);
+        for (int i = 0; i < count; i += kLanes) hn::StoreU(hn::DemoteTo(d16, hn::Load(d, x + i)), d16, half + i);
+        return;
     }
 #endif
-    if (stride == 2) {
-        std::memcpy(to, half, static_cast<size_t>(count) * 2);
-    } else {
-        for (int i = 0; i < count; ++i) std::memcpy(to + i * stride, half + i, 2);
+    for (int i = 0; i < count; ++i) {
+        const uint16_t half = f32_to_f16(x[i]);
+        std::memcpy(to + i * stride, &half, sizeof half);
     }
 }
 
-// Codes as integers, and the same numbers in fp32.
-struct Codes {
-    VU code;
-    VF value;
-};
+// ---- codes ----
+//
+// Codes travel as fixed-point numbers: sixteen bits of fraction, the code above them, and above that what the
+// conversion leaves (0x4300, the exponent of 128).
+//
+//   31       23      16               0
+//   | 0x43 .. | code | steps + 1/2, mod 1 |
 
-// Round half to even of numbers from 0 to 255: where the unit in the last place is 1, addition rounds so.
-Codes round_steps(VF steps) {
+constexpr int kFractionBits = 16;
+constexpr uint32_t code_bits(int bits) { return ((1u << bits) - 1) << kFractionBits; }
+constexpr float kZeroSteps = 128.5f;  // no steps: its unit in the last place is 2^-16, and 1/2 is added for rounding
+
+using U16 = hn::Repartition<uint16_t, F32>;
+using VU16 = hn::Vec<U16>;
+
+// Codes by multiplication with the inverse. Product and quotient, rounded to fp32 or not, differ by less than
+// 2^-18 for up to 15 steps, and the sum is rounded by at most 2^-17. One unit of 2^-16 is added, so a quotient
+// that is a tie, or on the other side of one than the product, has a fraction of 0 or 1 units (no_near_tie).
+VU quick_codes(VF y, VF inverse, VF min) {
     const F32 d;
-    const U32 du;
-    const VF ones = hn::Set(d, 0x1p23f);
-    const VF sum = hn::Add(steps, ones);
-    return {hn::Xor(hn::BitCast(du, sum), hn::BitCast(du, ones)), hn::Sub(sum, ones)};
+    return hn::BitCast(U32(), hn::MulAdd(hn::Sub(y, min), inverse, hn::Set(d, kZeroSteps + 0x1p-16f)));
 }
 
-// Codes by the definition: IEEE division. A scale of 0 has infinity for a divisor, which makes every code 0;
-// NaN (only from infinity over infinity) gives 0 too.
-Codes exact_codes(VF y, VF scale, VF min, VF levels) {
+// The smallest fraction among codes, in the lower half word of each lane; the upper ones are 0x4300 and more.
+VU16 all_fractions() { return hn::Set(U16(), 0xFFFF); }
+void collect_fractions(VU codes, VU16& smallest) { smallest = hn::Min(smallest, hn::BitCast(U16(), codes)); }
+bool no_near_tie(VU16 smallest) { return hn::AllTrue(U16(), hn::Gt(smallest, hn::Set(U16(), 1))); }
+
+// Codes by the definition: IEEE division, then round half to even: where the unit in the last place is 1,
+// addition rounds so. A scale of 0 has infinity for a divisor, which makes every code 0; NaN (only from
+// infinity over infinity) gives 0 too.
+VU exact_codes(VF y, VF scale, VF min, VF levels) {
     const F32 d;
+    const U32 du;
     const VF divisor = hn::IfThenElse(hn::Gt(scale, hn::Zero(d)), scale, hn::Inf(d));
     const VF steps = hn::Div(hn::Sub(y, min), divisor);
     const VF positive = hn::IfThenElseZero(hn::Gt(steps, hn::Zero(d)), steps);
-    return round_steps(hn::Min(positive, levels));
+    return hn::ShiftLeft<kFractionBits>(hn::BitCast(du, hn::Add(hn::Min(positive, levels), hn::Set(d, 0x1p23f))));
 }
 
-// Codes by multiplication with the inverse. Product and quotient differ by less than 3 units in the last place,
-// so they round to the same code unless they come that near to a tie. `farthest` collects the largest distance
-// from a code (NaN counts as 0 steps where Max drops it, as it should); beyond nearest_tie exact codes are needed.
-Codes quick_codes(VF y, VF inverse, VF min, VF levels, VF& farthest) {
-    const F32 d;
-    const VF steps = hn::Mul(hn::Sub(y, min), inverse);
-    const VF inside = hn::Min(hn::Max(steps, hn::Zero(d)), levels);
-    const Codes codes = round_steps(inside);
-    farthest = hn::Max(farthest, hn::Abs(hn::Sub(inside, codes.value)));
-    return codes;
-}
-
-// Four units in the last place of `levels` steps away from the tie.
-VF nearest_tie(VF levels) {
-    const F32 d;
-    return hn::Sub(hn::Set(d, 0.5f), hn::Mul(levels, hn::Set(d, 0x1p-22f)));
-}
-
-bool no_near_tie(VF farthest, VF levels) {
-    return hn::AllTrue(F32(), hn::Le(farthest, nearest_tie(levels)));
-}
+VF levels_of(int bits) { return hn::Set(F32(), static_cast<float>((1 << bits) - 1)); }
 
 VF inverse_of(VF scale) {
     const F32 d;
     return hn::IfThenElseZero(hn::Gt(scale, hn::Zero(d)), hn::Div(hn::Set(d, 1.0f), scale));
 }
 
-// Scales whose inverse is a normal number, or 0.
+// Whether the inverses are normal numbers, or 0 for 0.
 bool have_inverses(VF scale) {
     const F32 d;
     return hn::AllTrue(d, hn::Or(hn::Ge(scale, hn::Set(d, 0x1p-100f)), hn::Eq(scale, hn::Zero(d))));
+}
+
+// Whether quick_codes serve all values from low to high: steps that round into 0 .. levels without a clamp.
+bool quick_codes_serve(VF low, VF high, VF scale, VF inverse, VF min, VF levels) {
+    const F32 d;
+    const VF first = hn::Mul(hn::Sub(low, min), inverse), last = hn::Mul(hn::Sub(high, min), inverse);
+    const auto inside = hn::And(hn::Ge(first, hn::Set(d, -0.25f)), hn::Le(last, hn::Add(levels, hn::Set(d, 0.25f))));
+    return have_inverses(scale) && hn::AllTrue(d, inside);
 }
 
 // ---- codes of a unit of bytes to the page ----
@@ -206,105 +208,115 @@ void put_canonical(const TensorStore& store, const uint8_t* codes, int first, in
     }
 }
 
-// Sixteen codes, one a byte, become the 32-bit lane of one line: half word w, field t = code 2t + w. Both
-// folds leave their result in the lowest two bytes of eight; the look-up gathers them.
-//
-//   bytes   c0 c1 c2 c3 c4 c5 c6 c7 | c8 ...      fold 32: c0+c2 c1+c3 ..   c4+c6 c5+c7 ..
-//                                                 fold 64: c0+c2+c4+c6  c1+c3+c5+c7
-template <int kFold32, int kFold64>
-VU8 fold(VU8 codes) {
-    const U8 d8;
-    VU8 v = codes;
-    if constexpr (kFold32 > 0) {
-        const auto wide = hn::BitCast(hn::Repartition<uint32_t, U8>(), v);
-        v = hn::BitCast(d8, hn::Or(wide, hn::ShiftRight<kFold32>(wide)));
-    }
-    const auto wide = hn::BitCast(hn::Repartition<uint64_t, U8>(), v);
-    return hn::BitCast(d8, hn::Or(wide, hn::ShiftRight<kFold64>(wide)));
-}
+// ---- tile lines ----
 
-// The lanes of four tokens side by side in each 16 bytes: bytes kByte, kByte + 8, kByte + 1, kByte + 9 of each.
-template <int kByte>
-VU8 four_lanes(const VU8* folded) {
-    const U8 d8;
-    VU8 lanes = hn::Zero(d8);
-    for (int token = 0; token < 4; ++token) {
-        HWY_ALIGN uint8_t from[16];
-        for (int i = 0; i < 16; ++i) {
-            from[i] = i / 4 == token ? static_cast<uint8_t>(kByte + i % 4 / 2 + i % 2 * 8) : uint8_t{0x80};
-        }
-        lanes = hn::Or(lanes, hn::TableLookupBytesOr0(folded[token], hn::LoadDup128(d8, from)));
-    }
-    return lanes;
-}
+// The lanes of one tile line, or two: at 3 bits the second holds the third bits as an even unit has them.
+struct Lines {
+    VU first, second;
+};
 
-// Each 16 bytes to the line of a tile; bits outside `mask` stay.
-void put_lanes(VU8 lanes, int tiles, int64_t stride, uint32_t mask, uint8_t* to) {
-    const U8 d8;
-    const hn::CappedTag<uint32_t, 4> d4;
-    HWY_ALIGN uint8_t blocks[64];
-    hn::Store(lanes, d8, blocks);
-    for (int tile = 0; tile < tiles; ++tile, to += stride) {
-        auto v = hn::Load(d4, reinterpret_cast<const uint32_t*>(blocks + 16 * tile));
-        uint32_t* at = reinterpret_cast<uint32_t*>(to);
-        if (mask != ~0u) v = hn::Or(v, hn::AndNot(hn::Set(d4, mask), hn::LoadU(d4, at)));
-        hn::StoreU(v, d4, at);
-    }
-}
-
-// Channel axis, lanes order: codes [16][dim] of one unit.
-template <int kBits>
-void put_lanes_unit(int dim, const uint8_t* HWY_RESTRICT codes, int unit, uint8_t* part) {
-    const U8 d8;
-    const int bytes = static_cast<int>(hn::Lanes(d8));
-    const int tiles = dim / kUnit;
-    constexpr int64_t kTileBytes = (kBits == 4 ? 2 : 1) * kLineBytes;
-    uint8_t* lines = part + unit * tiles * kTileBytes;
-    uint8_t* thirds = part + (static_cast<int64_t>(kPageTokens / kUnit) + unit / 2) * tiles * kLineBytes;
-    for (int t = 0; t < kUnit; t += 4) {
-        for (int c = 0; c < dim; c += bytes) {
-            const int here = std::min(bytes, dim - c) / kUnit;
-            uint8_t* line = lines + c / kUnit * kTileBytes + t * 4;
-            VU8 folded[4], third[4];
-            for (int i = 0; i < 4; ++i) {
-                const VU8 v = hn::LoadU(d8, codes + static_cast<int64_t>(t + i) * dim + c);  // slack behind the unit
-                if constexpr (kBits == 4) folded[i] = fold<0, 28>(v);
-                if constexpr (kBits < 4) folded[i] = fold<14, 28>(hn::And(v, hn::Set(d8, 3)));
-                if constexpr (kBits == 3) {
-                    const auto pairs = hn::BitCast(hn::Repartition<uint16_t, U8>(), v);
-                    third[i] = fold<15, 28>(hn::And(hn::BitCast(d8, hn::ShiftRight<2>(pairs)), hn::Set(d8, 1)));
-                }
+// The lanes of a tile's lines when one vector holds an inner element of every lane. codes_at(i): those of inner
+// element i. Each half word is built in the upper half of a vector, where codes have their bits, from its highest
+// field down.
+template <int kBits, class CodesAt>
+HWY_INLINE Lines build_lines(CodesAt codes_at) {
+    const U32 d;
+    VU first[2], second[2];  // [half word]
+    HWY_UNROLL(2)
+    for (int half = 0; half < 2; ++half) {
+        first[half] = second[half] = hn::Zero(d);
+        HWY_UNROLL(8)
+        for (int t = 7; t >= 0; --t) {
+            const VU code = codes_at(2 * t + half);
+            const bool odd = t % 2 == 1;
+            if constexpr (kBits == 4) {
+                VU& line = odd ? second[half] : first[half];
+                line = hn::OrAnd(hn::ShiftLeft<4>(line), code, hn::Set(d, code_bits(4)));
+            } else {
+                first[half] = hn::OrAnd(hn::ShiftLeft<2>(first[half]), code, hn::Set(d, code_bits(2)));
             }
-            put_lanes(four_lanes<0>(folded), here, kTileBytes, ~0u, line);
-            if constexpr (kBits == 4) put_lanes(four_lanes<2>(folded), here, kTileBytes, ~0u, line + kLineBytes);
             if constexpr (kBits == 3) {
-                const hn::Repartition<uint32_t, U8> d32;
-                VU8 lanes = four_lanes<0>(third);
-                const bool even = unit % 2 == 0;
-                if (even) lanes = hn::BitCast(d8, hn::ShiftLeft<2>(hn::BitCast(d32, lanes)));
-                put_lanes(lanes, here, kLineBytes, even ? 0xCCCCCCCCu : 0x33333333u,
-                          thirds + c / kUnit * kLineBytes + t * 4);
+                const VU room = odd ? hn::ShiftLeft<3>(second[half]) : hn::ShiftLeft<1>(second[half]);
+                second[half] = hn::OrAnd(room, code, hn::Set(d, 4u << kFractionBits));
             }
         }
     }
+    const auto halves = [](const VU* x) { return hn::Or(x[1], hn::ShiftRight<16>(x[0])); };
+    return {halves(first), halves(second)};
 }
 
-void put_unit(const TensorStore& store, const uint8_t* codes, int first, int tokens, uint8_t* part) {
-    if (store.order.order == Order::canonical) return put_canonical(store, codes, first, tokens, part);
-    switch (store.spec.bits) {
-        case 2: return put_lanes_unit<2>(store.dim, codes, first / kUnit, part);
-        case 3: return put_lanes_unit<3>(store.dim, codes, first / kUnit, part);
-        default: return put_lanes_unit<4>(store.dim, codes, first / kUnit, part);
+// Where a tile's lines stand and which of their bits belong to what is written now.
+template <int kBits>
+class TileLines {
+  public:
+    TileLines(int dim, int unit, uint8_t* part) : even_(unit % 2 == 0) {
+        const int tiles = dim / kUnit;
+        first_ = part + static_cast<int64_t>(unit) * tiles * (kBits == 4 ? 2 : 1) * kLineBytes;
+        if constexpr (kBits == 4) second_ = first_ + kLineBytes;
+        if constexpr (kBits == 3) second_ = part + (kPageTokens / kUnit + unit / 2) * tiles * kLineBytes;
+        if constexpr (kBits == 3) second_mask_ = even_ ? 0xCCCCCCCCu : 0x33333333u;
     }
-}
+
+    // Only the fields of inner elements begin .. end - 1 are written (token axis, part of a unit).
+    void narrow(int begin, int end) {
+        first_mask_ = second_mask_ = 0;
+        for (int inner = begin; inner < end; ++inner) {
+            const int half = 16 * (inner % 2), t = inner / 2;
+            if constexpr (kBits == 4) {
+                (t % 2 == 0 ? first_mask_ : second_mask_) |= 0xFu << (half + 4 * (t / 2));
+            } else {
+                first_mask_ |= 3u << (half + 2 * t);
+                if constexpr (kBits == 3) second_mask_ |= 1u << (half + 4 * (t / 2) + t % 2 + (even_ ? 2 : 0));
+            }
+        }
+    }
+
+    void put(int tile, int lane, const Lines& lines) const {
+        const int64_t at = static_cast<int64_t>(tile) * (kBits == 4 ? 2 : 1) * kLineBytes + lane * 4;
+        write(first_ + at, lines.first, first_mask_);
+        if constexpr (kBits == 4) write(second_ + at, lines.second, second_mask_);
+        if constexpr (kBits == 3) {
+            write(second_ + at, even_ ? lines.second : hn::ShiftRight<2>(lines.second), second_mask_);
+        }
+    }
+
+  private:
+    static void write(uint8_t* to, VU v, uint32_t mask) {
+        const U32 d;
+        uint32_t* words = reinterpret_cast<uint32_t*>(to);
+        if (mask != ~0u) {
+            const VU ours = hn::Set(d, mask);
+            v = hn::Or(hn::AndNot(ours, hn::LoadU(d, words)), hn::And(ours, v));
+        }
+        hn::StoreU(v, d, words);
+    }
+
+    uint8_t* first_ = nullptr;
+    uint8_t* second_ = nullptr;
+    uint32_t first_mask_ = ~0u, second_mask_ = ~0u;
+    bool even_;
+};
 
 // ---- channel axis ----
 
-// Scale and min of every channel of one group of tokens, also stored in the page.
+// Parameters of the channels of one group of tokens.
+struct ChannelParams {
+    HWY_ALIGN float scale[kMaxDim];
+    HWY_ALIGN float inverse[kMaxDim];
+    HWY_ALIGN float min[kMaxDim];
+    bool inverses;                // every scale has one
+    bool quick[kMaxDim / kUnit];  // for the channels of a tile quick_codes serve
+};
+
+// Computed from the group's rows, and stored in the page.
 void channel_params(const TensorStore& store, const float* HWY_RESTRICT rows, int first, uint8_t* part,
-                    float* HWY_RESTRICT scale, float* HWY_RESTRICT min) {
+                    ChannelParams* params) {
     const F32 d;
     const int dim = store.dim;
+    const VF levels = levels_of(store.spec.bits);
+    params->inverses = true;
+    std::fill_n(params->quick, dim / kUnit, true);
+    HWY_ALIGN float lows[kMaxDim], highs[kMaxDim];
     for (int c = 0; c < dim; c += kLanes) {
         VF low = hn::LoadU(d, rows + c), high = low;
         for (int t = 1; t < store.spec.group; ++t) {
@@ -312,39 +324,159 @@ void channel_params(const TensorStore& store, const float* HWY_RESTRICT rows, in
             low = hn::Min(low, x);
             high = hn::Max(high, x);
         }
-        const Params params = params_of(store.spec, low, high);
-        hn::Store(params.scale, d, scale + c);
-        hn::Store(params.min, d, min + c);
+        hn::Store(low, d, lows + c);
+        hn::Store(high, d, highs + c);
     }
-    const int64_t bytes = store.spec.param_dtype == KIVI_F32 ? 4 : 2;
-    store_params(scale, store.spec.param_dtype, dim, bytes, part + scale_offset(store.order, first, 0));
-    store_params(min, store.spec.param_dtype, dim, bytes, part + min_offset(store.order, first, 0));
+    for (int c = 0; c < dim; c += kLanes) {
+        const VF low = hn::Load(d, lows + c), high = hn::Load(d, highs + c);
+        const Params of = params_of(store.spec, low, high);
+        const VF inverse = inverse_of(of.scale);
+        params->inverses &= have_inverses(of.scale);
+        params->quick[c / kUnit] &= quick_codes_serve(low, high, of.scale, inverse, of.min, levels);
+        hn::Store(of.scale, d, params->scale + c);
+        hn::Store(inverse, d, params->inverse + c);
+        hn::Store(of.min, d, params->min + c);
+    }
+    const int32_t dtype = store.spec.param_dtype;
+    const int64_t bytes = dtype == KIVI_F32 ? 4 : 2;
+    store_params(params->scale, dtype, dim, bytes, part + scale_offset(store.order, first, 0));
+    store_params(params->min, dtype, dim, bytes, part + min_offset(store.order, first, 0));
 }
 
-void nearest_channel_group(const TensorStore& store, const float* HWY_RESTRICT rows, int first, uint8_t* part) {
+// Codes of four tokens, one channel a lane, become lines of four lanes, one token a lane, in each 16 bytes: with
+// the fields of four channels, 4j .. 4j + 3, in their places. Other channels' fields are 0.
+//
+//   lane = channel c       byte k = token k             blend four vectors
+//   lane = token k         bytes  c0 c2 c1 c3           shuffle inside 16 bytes
+//   lane = token k         .. c3 c1 | .. c2 c0          fold; two half words
+//                          shifted by 4j
+template <int kBits>
+HWY_INLINE Lines four_token_lines(const VU* codes, int channel) {
+    const U32 d;
+    const U8 d8;
+    const auto bytes = [&](VU x) { return hn::BitCast(d8, x); };
+    const VU8 tokens01 = hn::OddEven(bytes(hn::ShiftRight<8>(codes[1])), bytes(hn::ShiftRight<16>(codes[0])));
+    const VU8 tokens23 = hn::OddEven(bytes(hn::ShiftLeft<8>(codes[3])), bytes(codes[2]));
+    const U16 d16;
+    const VU16 tokens = hn::OddEven(hn::BitCast(d16, tokens23), hn::BitCast(d16, tokens01));
+    HWY_ALIGN static constexpr uint8_t kTurn[16] = {0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15};
+    const VU turned = hn::BitCast(d, hn::TableLookupBytes(hn::BitCast(d8, tokens), hn::LoadDup128(d8, kTurn)));
+    // Four channels a 16 bytes, so block j of the tile is shifted by the lane number without its lowest bits.
+    const VU place = hn::And(hn::Iota(d, static_cast<uint32_t>(channel % kUnit)), hn::Set(d, ~3u));
+    const auto field = [&](VU x, uint32_t mask) { return hn::Shl(hn::And(x, hn::Set(d, mask)), place); };
+    if constexpr (kBits == 4) return {field(turned, 0x000F000F), field(hn::ShiftRight<8>(turned), 0x000F000F)};
+    const VU two = kBits == 2 ? turned : hn::And(turned, hn::Set(d, 0x03030303));
+    const VU third = hn::And(turned, hn::Set(d, 0x04040404));
+    return {field(hn::Or(two, hn::ShiftRight<6>(two)), 0x000F000F),
+            field(hn::Or(third, hn::ShiftRight<7>(third)), 0x000C000C)};
+}
+
+// blocks[i] = all blocks of 16 bytes of x[i] together.
+HWY_INLINE void merge_blocks(const VU* x, VU* merged) {
+#if HWY_TARGET <= HWY_AVX2
+    const auto pair = [](VU a, VU b) {
+        return hn::Or(hn::OddEvenBlocks(b, a), hn::SwapAdjacentBlocks(hn::OddEvenBlocks(a, b)));
+    };
+    if constexpr (kLanes >= 8) {
+        const VU low = pair(x[0], x[1]), high = pair(x[2], x[3]);
+        if constexpr (kLanes == 8) {
+            merged[0] = low;
+            merged[1] = high;
+        } else {
+            const U32 d;
+            merged[0] = hn::Or(hn::ConcatLowerLower(d, high, low), hn::ConcatUpperUpper(d, high, low));
+        }
+        return;
+    }
+#endif
+    for (int i = 0; i < 4; ++i) merged[i] = x[i];
+}
+
+// One tile's lines on the channel axis. codes_at(x, c): codes of channels c .. of one token.
+template <int kBits, class CodesAt>
+HWY_INLINE void channel_tile(const float* HWY_RESTRICT rows, int dim, int tile, const TileLines<kBits>& lines,
+                             CodesAt codes_at) {
+    VU first[4], second[4];
+    for (int c = tile * kUnit; c < (tile + 1) * kUnit; c += kLanes) {
+        HWY_UNROLL(4)
+        for (int i = 0; i < 4; ++i) {
+            VU codes[4];
+            HWY_UNROLL(4)
+            for (int t = 0; t < 4; ++t) {
+                codes[t] = codes_at(hn::LoadU(F32(), rows + static_cast<int64_t>(4 * i + t) * dim + c), c);
+            }
+            const Lines four = four_token_lines<kBits>(codes, c);
+            const bool more = c % kUnit != 0;
+            first[i] = more ? hn::Or(first[i], four.first) : four.first;
+            second[i] = more ? hn::Or(second[i], four.second) : four.second;
+        }
+    }
+    VU merged_first[4], merged_second[4];
+    merge_blocks(first, merged_first);
+    if constexpr (kBits > 2) merge_blocks(second, merged_second);
+    for (int i = 0; i < kUnit / kLanes; ++i) {
+        lines.put(tile, i * kLanes, {merged_first[i], kBits > 2 ? merged_second[i] : merged_first[i]});
+    }
+}
+
+template <int kBits>
+void put_channel_tiles(const TensorStore& store, const float* HWY_RESTRICT rows, const ChannelParams& params, int unit,
+                       uint8_t* part, Ahead& ahead) {
     const F32 d;
     const int dim = store.dim;
-    HWY_ALIGN float scale[kMaxDim], min[kMaxDim];
-    HWY_ALIGN uint8_t codes[kUnit * kMaxDim + kLineBytes];
-    channel_params(store, rows, first, part, scale, min);
-    const VF levels = hn::Set(d, static_cast<float>((1 << store.spec.bits) - 1));
+    const TileLines<kBits> lines(dim, unit, part);
+    for (int tile = 0; tile < dim / kUnit; ++tile) {
+        ahead.fetch(kLinesATile);
+        VU16 fractions = all_fractions();
+        channel_tile<kBits>(rows, dim, tile, lines, [&](VF y, int c) {
+            const VU codes = quick_codes(y, hn::Load(d, params.inverse + c), hn::Load(d, params.min + c));
+            collect_fractions(codes, fractions);
+            return codes;
+        });
+        if (HWY_LIKELY(params.quick[tile] && no_near_tie(fractions))) continue;
+        channel_tile<kBits>(rows, dim, tile, lines, [&](VF y, int c) {
+            return exact_codes(y, hn::Load(d, params.scale + c), hn::Load(d, params.min + c), levels_of(kBits));
+        });
+    }
+}
+
+// Codes of one row as bytes.
+template <class CodesAt>
+void put_bytes(int dim, uint8_t* HWY_RESTRICT to, CodesAt codes_at) {
     const hn::Rebind<uint8_t, F32> d8;
-    for (int unit = 0; unit < store.spec.group; unit += kUnit) {
-        for (int c = 0; c < dim; c += kLanes) {
-            const VF step = hn::Load(d, scale + c), low = hn::Load(d, min + c), inverse = inverse_of(step);
-            const float* x = rows + static_cast<int64_t>(unit) * dim + c;
-            VF farthest = hn::Zero(d);
-            for (int t = 0; t < kUnit; ++t) {
-                const VU code = quick_codes(hn::LoadU(d, x + static_cast<int64_t>(t) * dim), inverse, low, levels, farthest).code;
-                hn::StoreU(hn::U8FromU32(code), d8, codes + static_cast<int64_t>(t) * dim + c);
-            }
-            if (have_inverses(step) && no_near_tie(farthest, levels)) continue;
-            for (int t = 0; t < kUnit; ++t) {
-                const VU code = exact_codes(hn::LoadU(d, x + static_cast<int64_t>(t) * dim), step, low, levels).code;
-                hn::StoreU(hn::U8FromU32(code), d8, codes + static_cast<int64_t>(t) * dim + c);
-            }
+    for (int c = 0; c < dim; c += kLanes) hn::StoreU(hn::U8FromU32(hn::ShiftRight<kFractionBits>(codes_at(c))), d8, to + c);
+}
+
+void put_channel_bytes(const TensorStore& store, const float* HWY_RESTRICT rows, const ChannelParams& params, int first,
+                       uint8_t* part) {
+    const F32 d;
+    const int dim = store.dim;
+    HWY_ALIGN uint8_t codes[kUnit * kMaxDim];
+    for (int64_t t = 0; t < kUnit; ++t) {
+        put_bytes(dim, codes + t * dim, [&](int c) {
+            const VF y = hn::LoadU(d, rows + t * dim + c);
+            return exact_codes(y, hn::Load(d, params.scale + c), hn::Load(d, params.min + c), levels_of(store.spec.bits));
+        });
+    }
+    put_canonical(store, codes, first, kUnit, part);
+}
+
+void nearest_channel_group(const TensorStore& store, const float* HWY_RESTRICT rows, int first, uint8_t* part,
+                           Ahead& ahead) {
+    ChannelParams params;
+    channel_params(store, rows, first, part, &params);
+    for (int t = 0; t < store.spec.group; t += kUnit) {
+        const float* x = rows + static_cast<int64_t>(t) * store.dim;
+        const int unit = (first + t) / kUnit;
+        if (store.order.order == Order::canonical) {
+            put_channel_bytes(store, x, params, first + t, part);
+            continue;
         }
-        put_unit(store, codes, first + unit, kUnit, part);
+        switch (store.spec.bits) {
+            case 2: put_channel_tiles<2>(store, x, params, unit, part, ahead); break;
+            case 3: put_channel_tiles<3>(store, x, params, unit, part, ahead); break;
+            default: put_channel_tiles<4>(store, x, params, unit, part, ahead);
+        }
     }
 }
 
@@ -426,7 +558,7 @@ struct TokenParams {
     HWY_ALIGN float scale[kMaxBlocks][kUnit];
     HWY_ALIGN float inverse[kMaxBlocks][kUnit];
     HWY_ALIGN float min[kMaxBlocks][kUnit];
-    bool inverses[kMaxBlocks];  // every scale has one
+    bool quick[kMaxBlocks];  // quick_codes serve
 };
 
 void token_params(const TensorStore& store, const float* rows, const UnitPart& at, uint8_t* part,
@@ -434,111 +566,40 @@ void token_params(const TensorStore& store, const float* rows, const UnitPart& a
     const F32 d;
     const kivi_spec& spec = store.spec;
     const GroupShape shape = group_shape(spec, store.dim);
-    const int64_t bytes = spec.param_dtype == KIVI_F32 ? 4 : 2;
-    const int64_t stride = store.order.order == Order::lanes ? bytes : bytes * shape.blocks_a_row;
+    const VF levels = levels_of(spec.bits);
+    HWY_ALIGN float low[kMaxBlocks][kUnit], high[kMaxBlocks][kUnit];
     for (int block = 0; block < shape.blocks_a_row; ++block) {
-        const int channel = block * shape.channels;
-        float* scale = params->scale[block];
-        float* min = params->min[block];
         const int channels = group_channels(shape, store.dim, block);
-        params->inverses[block] = true;
         for (int t = 0; t < kUnit; t += kLanes) {
-            const Extremes extremes = token_extremes(rows + channel, store.dim, channels, t, at.tokens());
-            const Params of = params_of(spec, extremes.low, extremes.high);
-            hn::Store(of.scale, d, scale + t);
-            hn::Store(of.min, d, min + t);
-            hn::Store(inverse_of(of.scale), d, params->inverse[block] + t);
-            params->inverses[block] = params->inverses[block] && have_inverses(of.scale);
+            const Extremes extremes =
+                token_extremes(rows + block * shape.channels, store.dim, channels, t, at.tokens());
+            hn::Store(extremes.low, d, low[block] + t);
+            hn::Store(extremes.high, d, high[block] + t);
         }
-        store_params(scale, spec.param_dtype, at.tokens(), stride,
-                     part + scale_offset(store.order, at.first(), channel));
-        store_params(min, spec.param_dtype, at.tokens(), stride, part + min_offset(store.order, at.first(), channel));
+    }
+    for (int block = 0; block < shape.blocks_a_row; ++block) {
+        params->quick[block] = true;
+        for (int t = 0; t < kUnit; t += kLanes) {
+            const VF least = hn::Load(d, low[block] + t), most = hn::Load(d, high[block] + t);
+            const Params of = params_of(spec, least, most);
+            const VF inverse = inverse_of(of.scale);
+            params->quick[block] &= quick_codes_serve(least, most, of.scale, inverse, of.min, levels);
+            hn::Store(of.scale, d, params->scale[block] + t);
+            hn::Store(inverse, d, params->inverse[block] + t);
+            hn::Store(of.min, d, params->min[block] + t);
+        }
+    }
+    const int64_t bytes = spec.param_dtype == KIVI_F32 ? 4 : 2;
+    const bool lanes = store.order.order == Order::lanes;
+    const int64_t token_stride = lanes ? bytes : bytes * shape.blocks_a_row;
+    const int64_t block_stride = lanes ? bytes * kUnit : bytes;
+    uint8_t* scales = part + scale_offset(store.order, at.first(), 0);
+    uint8_t* mins = part + min_offset(store.order, at.first(), 0);
+    for (int block = 0; block < shape.blocks_a_row; ++block) {
+        store_params(params->scale[block], spec.param_dtype, at.tokens(), token_stride, scales + block * block_stride);
+        store_params(params->min[block], spec.param_dtype, at.tokens(), token_stride, mins + block * block_stride);
     }
 }
-
-// One lane of a tile is built from its highest field down: half word 1, then half word 0, t = 7 .. 0.
-constexpr int inner_of_step(int step) { return step < 8 ? 15 - 2 * step : 14 - 2 * (step - 8); }
-
-// The lanes of one tile line, or two: at 3 bits the second holds the third bits as an odd unit has them.
-struct Lines {
-    VU first, second;
-};
-
-// code_at(i): codes of inner element i, one a lane.
-template <int kBits, class CodeAt>
-HWY_INLINE Lines build_lines(CodeAt code_at) {
-    const U32 d;
-    Lines lines{hn::Zero(d), hn::Zero(d)};
-    HWY_UNROLL(16)
-    for (int step = 0; step < kUnit; ++step) {
-        const int inner = inner_of_step(step);
-        const bool odd = inner / 2 % 2 == 1;
-        const VU code = code_at(inner);
-        if constexpr (kBits == 4) {
-            VU& line = odd ? lines.second : lines.first;
-            line = hn::Or(hn::ShiftLeft<4>(line), code);
-        } else if constexpr (kBits == 2) {
-            lines.first = hn::Or(hn::ShiftLeft<2>(lines.first), code);
-        } else {
-            lines.first = hn::Or(hn::ShiftLeft<2>(lines.first), hn::And(code, hn::Set(d, 3)));
-            const VU room = odd ? hn::ShiftLeft<3>(lines.second) : hn::ShiftLeft<1>(lines.second);
-            lines.second = hn::Or(room, hn::ShiftRight<2>(code));
-        }
-    }
-    return lines;
-}
-
-// Where a tile's lines stand and which of their bits belong to what is written now.
-template <int kBits>
-class TileLines {
-  public:
-    TileLines(int dim, int unit, uint8_t* part) : even_(unit % 2 == 0) {
-        const int tiles = dim / kUnit;
-        first_ = part + static_cast<int64_t>(unit) * tiles * (kBits == 4 ? 2 : 1) * kLineBytes;
-        if constexpr (kBits == 4) second_ = first_ + kLineBytes;
-        if constexpr (kBits == 3) second_ = part + (kPageTokens / kUnit + unit / 2) * tiles * kLineBytes;
-        if constexpr (kBits == 3) second_mask_ = even_ ? 0xCCCCCCCCu : 0x33333333u;
-    }
-
-    // Only the fields of inner elements begin .. end - 1 are written (token axis, part of a unit).
-    void narrow(int begin, int end) {
-        first_mask_ = second_mask_ = 0;
-        for (int inner = begin; inner < end; ++inner) {
-            const int half = 16 * (inner % 2), t = inner / 2;
-            if constexpr (kBits == 4) {
-                (t % 2 == 0 ? first_mask_ : second_mask_) |= 0xFu << (half + 4 * (t / 2));
-            } else {
-                first_mask_ |= 3u << (half + 2 * t);
-                if constexpr (kBits == 3) second_mask_ |= 1u << (half + 4 * (t / 2) + t % 2 + (even_ ? 2 : 0));
-            }
-        }
-    }
-
-    void put(int tile, int lane, const Lines& lines) const {
-        const int64_t at = static_cast<int64_t>(tile) * (kBits == 4 ? 2 : 1) * kLineBytes + lane * 4;
-        write(first_ + at, lines.first, first_mask_);
-        if constexpr (kBits == 4) write(second_ + at, lines.second, second_mask_);
-        if constexpr (kBits == 3) {
-            write(second_ + at, even_ ? hn::ShiftLeft<2>(lines.second) : lines.second, second_mask_);
-        }
-    }
-
-  private:
-    static void write(uint8_t* to, VU v, uint32_t mask) {
-        const U32 d;
-        uint32_t* words = reinterpret_cast<uint32_t*>(to);
-        if (mask != ~0u) {
-            const VU ours = hn::Set(d, mask);
-            v = hn::Or(hn::AndNot(ours, hn::LoadU(d, words)), hn::And(ours, v));
-        }
-        hn::StoreU(v, d, words);
-    }
-
-    uint8_t* first_ = nullptr;
-    uint8_t* second_ = nullptr;
-    uint32_t first_mask_ = ~0u, second_mask_ = ~0u;
-    bool even_;
-};
 
 // A tile's lines on the token axis: x, and parameters, of the first token that is there. Not inlined: parameters
 // are then operands in memory, and do not fight for registers with those of other tiles.
@@ -553,14 +614,15 @@ HWY_INLINE Lines token_tile(const float* HWY_RESTRICT x, int dim, int begin, int
 
 template <int kBits, bool kWhole>
 HWY_NOINLINE Lines quick_tile(const float* HWY_RESTRICT x, int dim, const UnitPart& at,
-                              const float* HWY_RESTRICT inverse, const float* HWY_RESTRICT min, VF& farthest) {
+                              const float* HWY_RESTRICT inverse, const float* HWY_RESTRICT min, VU16& fractions) {
     const F32 d;
-    const VF levels = hn::Set(d, static_cast<float>((1 << kBits) - 1));
-    VF far = hn::Zero(d);
+    VU16 smallest = all_fractions();
     const Lines lines = token_tile<kBits, kWhole>(x, dim, at.begin, at.tokens(), [&](VF y, int t) {
-        return quick_codes(y, hn::Set(d, inverse[t]), hn::Set(d, min[t]), levels, far).code;
+        const VU codes = quick_codes(y, hn::Set(d, inverse[t]), hn::Set(d, min[t]));
+        collect_fractions(codes, smallest);
+        return codes;
     });
-    farthest = far;
+    fractions = smallest;
     return lines;
 }
 
@@ -568,26 +630,25 @@ template <int kBits, bool kWhole>
 HWY_NOINLINE Lines exact_tile(const float* HWY_RESTRICT x, int dim, const UnitPart& at,
                               const float* HWY_RESTRICT scale, const float* HWY_RESTRICT min) {
     const F32 d;
-    const VF levels = hn::Set(d, static_cast<float>((1 << kBits) - 1));
     return token_tile<kBits, kWhole>(x, dim, at.begin, at.tokens(), [&](VF y, int t) {
-        return exact_codes(y, hn::Set(d, scale[t]), hn::Set(d, min[t]), levels).code;
+        return exact_codes(y, hn::Set(d, scale[t]), hn::Set(d, min[t]), levels_of(kBits));
     });
 }
 
 template <int kBits, bool kWhole>
 void put_token_tiles(const TensorStore& store, const float* HWY_RESTRICT rows, const UnitPart& at,
-                     const TokenParams& params, uint8_t* part) {
+                     const TokenParams& params, uint8_t* part, Ahead& ahead) {
     const int dim = store.dim;
     const int channels = group_shape(store.spec, dim).channels;
-    const VF levels = hn::Set(F32(), static_cast<float>((1 << kBits) - 1));
     TileLines<kBits> lines(dim, at.unit, part);
     if constexpr (!kWhole) lines.narrow(at.begin, at.end);
     for (int block = 0, c = 0; c < dim; ++block) {
         for (const int end = std::min(c + channels, dim); c < end; c += kLanes) {
-            VF farthest;
+            ahead.fetch(kLinesATile * kLanes / kUnit);
+            VU16 fractions;
             Lines tile =
-                quick_tile<kBits, kWhole>(rows + c, dim, at, params.inverse[block], params.min[block], farthest);
-            if (!params.inverses[block] || !no_near_tie(farthest, levels)) {
+                quick_tile<kBits, kWhole>(rows + c, dim, at, params.inverse[block], params.min[block], fractions);
+            if (!params.quick[block] || !no_near_tie(fractions)) {
                 tile = exact_tile<kBits, kWhole>(rows + c, dim, at, params.scale[block], params.min[block]);
             }
             lines.put(c / kUnit, c % kUnit, tile);
@@ -597,44 +658,40 @@ void put_token_tiles(const TensorStore& store, const float* HWY_RESTRICT rows, c
 
 template <int kBits>
 void put_token_tiles(const TensorStore& store, const float* rows, const UnitPart& at, const TokenParams& params,
-                     uint8_t* part) {
+                     uint8_t* part, Ahead& ahead) {
     if (at.whole()) {
-        put_token_tiles<kBits, true>(store, rows, at, params, part);
+        put_token_tiles<kBits, true>(store, rows, at, params, part, ahead);
     } else {
-        put_token_tiles<kBits, false>(store, rows, at, params, part);
+        put_token_tiles<kBits, false>(store, rows, at, params, part, ahead);
     }
 }
 
 void put_token_codes(const TensorStore& store, const float* HWY_RESTRICT rows, const UnitPart& at,
-                     const TokenParams& params, uint8_t* part) {
+                     const TokenParams& params, uint8_t* part, Ahead& ahead) {
     if (store.order.order == Order::lanes) {
         switch (store.spec.bits) {
-            case 2: return put_token_tiles<2>(store, rows, at, params, part);
-            case 3: return put_token_tiles<3>(store, rows, at, params, part);
-            default: return put_token_tiles<4>(store, rows, at, params, part);
+            case 2: return put_token_tiles<2>(store, rows, at, params, part, ahead);
+            case 3: return put_token_tiles<3>(store, rows, at, params, part, ahead);
+            default: return put_token_tiles<4>(store, rows, at, params, part, ahead);
         }
     }
     const F32 d;
-    const hn::Rebind<uint8_t, F32> d8;
     const int dim = store.dim;
     const int channels = group_shape(store.spec, dim).channels;
-    const VF levels = hn::Set(d, static_cast<float>((1 << store.spec.bits) - 1));
     HWY_ALIGN uint8_t codes[kUnit * kMaxDim];
-    for (int t = 0; t < at.tokens(); ++t) {
-        for (int c = 0; c < dim; c += kLanes) {
-            const int64_t i = static_cast<int64_t>(t) * dim + c;
-            const VF scale = hn::Set(d, params.scale[c / channels][t]);
-            const VF min = hn::Set(d, params.min[c / channels][t]);
-            hn::StoreU(hn::U8FromU32(exact_codes(hn::LoadU(d, rows + i), scale, min, levels).code), d8, codes + i);
-        }
+    for (int64_t t = 0; t < at.tokens(); ++t) {
+        put_bytes(dim, codes + t * dim, [&](int c) {
+            const VF scale = hn::Set(d, params.scale[c / channels][t]), min = hn::Set(d, params.min[c / channels][t]);
+            return exact_codes(hn::LoadU(d, rows + t * dim + c), scale, min, levels_of(store.spec.bits));
+        });
     }
     put_canonical(store, codes, at.first(), at.tokens(), part);
 }
 
-void nearest(const TensorStore& store, const float* rows, int first, int count, uint8_t* part) {
+void nearest(const TensorStore& store, const float* rows, int first, int count, uint8_t* part, Ahead& ahead) {
     if (store.spec.axis == KIVI_AXIS_CHANNEL) {
         for (int t = 0; t < count; t += store.spec.group) {
-            nearest_channel_group(store, rows + static_cast<int64_t>(t) * store.dim, first + t, part);
+            nearest_channel_group(store, rows + static_cast<int64_t>(t) * store.dim, first + t, part, ahead);
         }
         return;
     }
@@ -644,7 +701,7 @@ void nearest(const TensorStore& store, const float* rows, int first, int count, 
         at.end = std::min(kUnit, at.begin + first + count - t);
         const float* x = rows + static_cast<int64_t>(t - first) * store.dim;
         token_params(store, x, at, part, &params);
-        put_token_codes(store, x, at, params, part);
+        put_token_codes(store, x, at, params, part, ahead);
         t += at.tokens();
     }
 }
@@ -687,26 +744,8 @@ void turn(const float* HWY_RESTRICT rows, int dim, float* HWY_RESTRICT turned) {
     }
 }
 
-// Parameters of a group's channels.
-struct ChannelParams {
-    HWY_ALIGN float scale[kMaxDim];
-    HWY_ALIGN float inverse[kMaxDim];
-    HWY_ALIGN float min[kMaxDim];
-    bool inverses;  // every scale has one
-
-    void invert(int dim) {
-        const F32 d;
-        inverses = true;
-        for (int c = 0; c < dim; c += kLanes) {
-            const VF step = hn::Load(d, scale + c);
-            hn::Store(inverse_of(step), d, inverse + c);
-            inverses = inverses && have_inverses(step);
-        }
-    }
-};
-
-// The recursion of format/feedback.cpp for one pass. `y` [channel][tokens of the pass] is replaced by codes (as
-// integers). Errors of a few channels in coding order are passed on together; each later channel still gets one
+// The recursion of format/feedback.cpp for one pass. `y` [channel][tokens of the pass] is replaced by codes.
+// Errors of a few channels in coding order are passed on together; each later channel still gets one
 // fused multiply-add for each of them, in that order. params[v]: of the group that vector v belongs to.
 template <int kVectors>
 void encode_turned(const Feedback& feedback, int bits, const ChannelParams* const* params, float* HWY_RESTRICT y) {
@@ -715,30 +754,47 @@ void encode_turned(const Feedback& feedback, int bits, const ChannelParams* cons
     constexpr int kTokens = kVectors * kLanes;
     const int dim = feedback.dim;
     const uint16_t* order = feedback.order.data();
-    const VF levels = hn::Set(d, static_cast<float>((1 << bits) - 1));
-    bool inverses = true;
-    for (int v = 0; v < kVectors; ++v) inverses = inverses && params[v]->inverses;
+    const VF levels = levels_of(bits);
+    const VF no_steps = hn::Set(d, kZeroSteps), all_steps = hn::Add(no_steps, levels);
+    bool quick = bits <= 4;
+    for (int v = 0; v < kVectors; ++v) quick = quick && params[v]->inverses;
     for (int j0 = 0; j0 < dim; j0 += kTogether) {
         VF error[kTogether][kVectors];
         const float* weight[kTogether];  // weight[k][c]: from channel j0 + k to channel c, both in coding order
         HWY_UNROLL(8)
         for (int k = 0; k < kTogether; ++k) {
             const int j = j0 + k, channel = order[j];
+            float* at = y + static_cast<int64_t>(channel) * kTokens;
             weight[k] = feedback.weights.data() + feedback_row(dim, j) - (j + 1);
+            VF x[kVectors], value[kVectors];
+            VU codes[kVectors];
+            VU16 fractions = all_fractions();
+            HWY_UNROLL(4)
+            for (int v = 0; v < kVectors; ++v) {
+                x[v] = hn::Load(d, at + v * kLanes);
+                HWY_UNROLL(8)
+                for (int i = 0; i < k; ++i) x[v] = hn::NegMulAdd(error[i][v], hn::Set(d, weight[i][j]), x[v]);
+                const VU steps =
+                    quick_codes(x[v], hn::Set(d, params[v]->inverse[channel]), hn::Set(d, params[v]->min[channel]));
+                // Fed errors lead out of the group's range. NaN becomes no steps, or stays one and is a near tie.
+                const VF inside = hn::Min(hn::Max(hn::BitCast(d, steps), no_steps), all_steps);
+                codes[v] = hn::BitCast(U32(), inside);
+                collect_fractions(codes[v], fractions);
+                const VU whole = hn::And(codes[v], hn::Set(U32(), ~0u << kFractionBits));
+                value[v] = hn::Sub(hn::BitCast(d, whole), hn::Set(d, 128.0f));
+            }
+            if (HWY_UNLIKELY(!quick || !no_near_tie(fractions))) {
+                for (int v = 0; v < kVectors; ++v) {
+                    const VF scale = hn::Set(d, params[v]->scale[channel]), min = hn::Set(d, params[v]->min[channel]);
+                    codes[v] = exact_codes(x[v], scale, min, levels);
+                    value[v] = hn::ConvertTo(d, hn::BitCast(I32(), hn::ShiftRight<kFractionBits>(codes[v])));
+                }
+            }
             HWY_UNROLL(4)
             for (int v = 0; v < kVectors; ++v) {
                 const VF scale = hn::Set(d, params[v]->scale[channel]), min = hn::Set(d, params[v]->min[channel]);
-                float* at = y + static_cast<int64_t>(channel) * kTokens + v * kLanes;
-                VF x = hn::Load(d, at);
-                HWY_UNROLL(8)
-                for (int i = 0; i < k; ++i) x = hn::NegMulAdd(error[i][v], hn::Set(d, weight[i][j]), x);
-                VF farthest = hn::Zero(d);
-                Codes codes = quick_codes(x, hn::Set(d, params[v]->inverse[channel]), min, levels, farthest);
-                if (HWY_UNLIKELY(!inverses || !no_near_tie(farthest, levels))) {
-                    codes = exact_codes(x, scale, min, levels);
-                }
-                error[k][v] = hn::Sub(x, hn::MulAdd(codes.value, scale, min));
-                hn::Store(hn::BitCast(d, codes.code), d, at);
+                error[k][v] = hn::Sub(x[v], hn::MulAdd(value[v], scale, min));
+                hn::Store(hn::BitCast(d, codes[v]), d, at + v * kLanes);
             }
         }
         for (int c = j0 + kTogether; c < dim; ++c) {
@@ -782,7 +838,7 @@ void put_turned(const TensorStore& store, const uint32_t* HWY_RESTRICT codes, in
     }
     HWY_ALIGN uint8_t bytes[kUnit * kMaxDim];
     for (int t = 0; t < kUnit; ++t) {
-        for (int c = 0; c < dim; ++c) bytes[t * dim + c] = static_cast<uint8_t>(codes[c * tokens + t]);
+        for (int c = 0; c < dim; ++c) bytes[t * dim + c] = static_cast<uint8_t>(codes[c * tokens + t] >> kFractionBits);
     }
     put_canonical(store, bytes, first, kUnit, part);
 }
@@ -814,8 +870,7 @@ void query_aware(const TensorStore& store, const Feedback& feedback, const float
         for (int begin = 0; begin < tokens; begin += group) {
             if ((t + begin) % group != 0) continue;  // of the pass before
             ChannelParams& at = groups[begin / group];
-            channel_params(store, x + static_cast<int64_t>(begin) * dim, first + t + begin, part, at.scale, at.min);
-            at.invert(dim);
+            channel_params(store, x + static_cast<int64_t>(begin) * dim, first + t + begin, part, &at);
         }
         if (is_long) {
             query_aware_pass<kLongPass>(store, feedback, groups, x, first + t, y, part);

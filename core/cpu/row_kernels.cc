@@ -34,7 +34,6 @@ using U32 = hn::RebindToUnsigned<F32>;
 using VF = hn::Vec<F32>;
 using VI = hn::Vec<I32>;
 
-constexpr int kInfinityBits = 0x7F800000;
 constexpr int kSafePeakBits = (127 + 118) << 23;  // 2^118: no stage of a Hadamard overflows below it
 
 // Bits of |x|, ordered as the magnitudes are, NaN above everything.
@@ -52,15 +51,11 @@ bool any_at_least(VI peak, int bits) {
 constexpr bool kHardwareF16 = !HWY_ARCH_X86 || HWY_TARGET <= HWY_AVX2;
 
 struct Float32 {
-    static constexpr int64_t kBytes = 4;
-    static const uint8_t* address(const void* data, int64_t at) { return static_cast<const uint8_t*>(data) + at * kBytes; }
     static VF load(const void* data, int64_t at) { return hn::LoadU(F32(), static_cast<const float*>(data) + at); }
     static void store(VF x, void* to, int64_t at) { hn::StoreU(x, F32(), static_cast<float*>(to) + at); }
 };
 
 struct BFloat16 {
-    static constexpr int64_t kBytes = 2;
-    static const uint8_t* address(const void* data, int64_t at) { return static_cast<const uint8_t*>(data) + at * kBytes; }
     static VF load(const void* data, int64_t at) {
         const hn::Rebind<uint16_t, F32> d16;
         const U32 du;
@@ -80,8 +75,6 @@ struct BFloat16 {
 };
 
 struct Float16 {
-    static constexpr int64_t kBytes = 2;
-    static const uint8_t* address(const void* data, int64_t at) { return static_cast<const uint8_t*>(data) + at * kBytes; }
     static VF load(const void* data, int64_t at) {
         const F32 d;
         const uint16_t* from = static_cast<const uint16_t*>(data) + at;
@@ -146,11 +139,18 @@ HWY_INLINE VF stage_in_vector(VF x) {
 
 constexpr int kLanes = HWY_MAX_BYTES / sizeof(float);
 
-HWY_INLINE VF stages_in_vector(VF v) {
-    v = stage_in_vector<1>(stage_in_vector<0>(v));
-    if constexpr (kLanes >= 8) v = stage_in_vector<2>(v);
-    if constexpr (kLanes >= 16) v = stage_in_vector<3>(v);
-    return v;
+// The stages inside each of kVectors vectors, stage by stage: the vectors' chains of operations are independent,
+// and side by side in the instruction stream they overlap.
+template <int kVectors>
+HWY_INLINE void stages_in_vectors(VF* v) {
+    const auto stage = [v](auto log2_distance) HWY_ATTR {
+        HWY_UNROLL(8)
+        for (int i = 0; i < kVectors; ++i) v[i] = stage_in_vector<decltype(log2_distance)::value>(v[i]);
+    };
+    stage(std::integral_constant<int, 0>());
+    stage(std::integral_constant<int, 1>());
+    if constexpr (kLanes >= 8) stage(std::integral_constant<int, 2>());
+    if constexpr (kLanes >= 16) stage(std::integral_constant<int, 3>());
 }
 
 VF norm_of(int block) { return hn::Set(F32(), static_cast<float>(1.0 / std::sqrt(static_cast<double>(block)))); }
@@ -158,7 +158,11 @@ VF norm_of(int block) { return hn::Set(F32(), static_cast<float>(1.0 / std::sqrt
 // One block of any size, in memory.
 void transform_block(float* HWY_RESTRICT x, int block) {
     const F32 d;
-    for (int i = 0; i < block; i += kLanes) hn::StoreU(stages_in_vector(hn::LoadU(d, x + i)), d, x + i);
+    for (int i = 0; i < block; i += kLanes) {
+        VF v = hn::LoadU(d, x + i);
+        stages_in_vectors<1>(&v);
+        hn::StoreU(v, d, x + i);
+    }
     for (int h = kLanes; h < block; h *= 2) {
         for (int i = 0; i < block; i += 2 * h) {
             for (int j = i; j < i + h; j += kLanes) {
@@ -174,69 +178,63 @@ void transform_block(float* HWY_RESTRICT x, int block) {
 
 // ---- the three kernels ----
 
-// Walks the rows of a stripe, one a call.
-class Ahead {
+// Whether all values seen are finite: x * 0 is 0 for those, and NaN for others.
+class Finite {
   public:
-    explicit Ahead(const Stripe& stripe) : stripe_(stripe), row_(stripe.at) {}
-
-    template <class From>
-    HWY_INLINE void fetch(const void* data, int dim) {
-        if (stripe_.heads == 0) return;
-        const uint8_t* from = From::address(data, row_ + head_ * stripe_.head_stride);
-        for (int64_t i = 0; i < dim * From::kBytes; i += 64) __builtin_prefetch(from + i, 0, 2);
-        if (++head_ < stripe_.heads) return;
-        head_ = 0;
-        row_ += stripe_.token_stride;
+    HWY_INLINE Finite() { sum_[0] = sum_[1] = sum_[2] = sum_[3] = hn::Zero(F32()); }
+    // `i`: values of a few neighbouring numbers add to sums of their own, which do not wait for each other.
+    HWY_INLINE void see(VF x, int i) { sum_[i % 4] = hn::MulAdd(x, hn::Zero(F32()), sum_[i % 4]); }
+    HWY_INLINE bool all() const {
+        const F32 d;
+        const VF sum = hn::Add(hn::Add(sum_[0], sum_[1]), hn::Add(sum_[2], sum_[3]));
+        return hn::AllTrue(d, hn::Eq(sum, hn::Zero(d)));
     }
 
   private:
-    const Stripe stripe_;
-    int64_t row_;
-    int head_ = 0;
+    VF sum_[4];
 };
+
+// Calls work(count, i) for all vectors of a row, several at a time where it has them.
+template <class Work>
+HWY_INLINE void for_vectors(int dim, Work work) {
+    int i = 0;
+    for (; i + 8 * kLanes <= dim; i += 8 * kLanes) work(std::integral_constant<int, 8>(), i);
+    for (; i < dim; i += kLanes) work(std::integral_constant<int, 1>(), i);
+}
+
+// A row as it is.
+template <class From, class Window>
+HWY_INLINE void take_row(const void* data, int64_t at, int dim, float* HWY_RESTRICT x, Finite& finite) {
+    for_vectors(dim, [&](auto vectors, int begin) HWY_ATTR {
+        constexpr int kVectors = decltype(vectors)::value;
+        const F32 d;
+        VF v[kVectors];
+        HWY_UNROLL(8)
+        for (int i = 0; i < kVectors; ++i) {
+            v[i] = From::load(data, at + begin + i * kLanes);
+            if constexpr (!std::is_same_v<From, Window>) v[i] = round_through<Window>(v[i]);
+            hn::StoreU(v[i], d, x + begin + i * kLanes);
+        }
+        HWY_UNROLL(8)
+        for (int i = 0; i < kVectors; ++i) finite.see(v[i], i);
+    });
+}
 
 // Values beyond kSafePeakBits. Infinities and NaN of other types show in what is stored.
 template <class Type>
 constexpr bool kCanBeHuge = !std::is_same_v<Type, Float16>;
 
-// Largest magnitudes among values as they came, where those matter, and as they are stored.
-struct Peaks {
-    VI in, stored;
-};
-
-// kVectors vectors as they are.
-template <int kVectors, class From, class Window>
-HWY_INLINE void take_vectors(const void* data, int64_t at, float* HWY_RESTRICT x, Peaks& peaks) {
+// One Hadamard block of kVectors vectors, in registers. `peak` collects the largest magnitude on the way in.
+template <int kVectors, class From>
+HWY_INLINE void rotate_vectors(const void* data, int64_t at, float* HWY_RESTRICT x, VI& peak) {
     const F32 d;
     VF v[kVectors];
     HWY_UNROLL(8)
     for (int i = 0; i < kVectors; ++i) {
         v[i] = From::load(data, at + i * kLanes);
-        if constexpr (!std::is_same_v<From, Window>) v[i] = round_through<Window>(v[i]);
-        hn::StoreU(v[i], d, x + i * kLanes);
+        if constexpr (kCanBeHuge<From>) peak = hn::Max(peak, magnitude(v[i]));
     }
-    HWY_UNROLL(8)
-    for (int i = 0; i < kVectors; ++i) peaks.stored = hn::Max(peaks.stored, magnitude(v[i]));
-}
-
-template <class From, class Window>
-HWY_INLINE void take_row(const void* data, int64_t at, int dim, float* HWY_RESTRICT x, Peaks& peaks) {
-    int i = 0;
-    for (; i + 8 * kLanes <= dim; i += 8 * kLanes) take_vectors<8, From, Window>(data, at + i, x + i, peaks);
-    for (; i < dim; i += kLanes) take_vectors<1, From, Window>(data, at + i, x + i, peaks);
-}
-
-// One Hadamard block of kVectors vectors, in registers.
-template <int kVectors, class From, class Window>
-HWY_INLINE void rotate_vectors(const void* data, int64_t at, float* HWY_RESTRICT x, Peaks& peaks) {
-    const F32 d;
-    VF v[kVectors];
-    HWY_UNROLL(8)
-    for (int i = 0; i < kVectors; ++i) {
-        v[i] = From::load(data, at + i * kLanes);
-        if constexpr (kCanBeHuge<From>) peaks.in = hn::Max(peaks.in, magnitude(v[i]));
-        v[i] = stages_in_vector(v[i]);
-    }
+    stages_in_vectors<kVectors>(v);
     HWY_UNROLL(3)
     for (int h = 1; h < kVectors; h *= 2) {
         HWY_UNROLL(8)
@@ -249,92 +247,98 @@ HWY_INLINE void rotate_vectors(const void* data, int64_t at, float* HWY_RESTRICT
     }
     const VF norm = norm_of(kVectors * kLanes);
     HWY_UNROLL(8)
-    for (int i = 0; i < kVectors; ++i) {
-        const VF rounded = round_through<Window>(hn::Mul(v[i], norm));
-        peaks.stored = hn::Max(peaks.stored, magnitude(rounded));
-        hn::StoreU(rounded, d, x + i * kLanes);
-    }
+    for (int i = 0; i < kVectors; ++i) hn::StoreU(hn::Mul(v[i], norm), d, x + i * kLanes);
 }
 
 // One block of any size, in memory.
-template <class From, class Window>
-void rotate_block(const void* data, int64_t at, int block, float* HWY_RESTRICT x, Peaks& peaks) {
+template <class From>
+void rotate_block(const void* data, int64_t at, int block, float* HWY_RESTRICT x, VI& peak) {
     const F32 d;
     for (int i = 0; i < block; i += kLanes) {
         const VF v = From::load(data, at + i);
-        if constexpr (kCanBeHuge<From>) peaks.in = hn::Max(peaks.in, magnitude(v));
+        if constexpr (kCanBeHuge<From>) peak = hn::Max(peak, magnitude(v));
         hn::StoreU(v, d, x + i);
     }
     transform_block(x, block);
-    for (int i = 0; i < block; i += kLanes) {
-        const VF v = round_through<Window>(hn::LoadU(d, x + i));
-        peaks.stored = hn::Max(peaks.stored, magnitude(v));
-        hn::StoreU(v, d, x + i);
+}
+
+template <class From>
+HWY_INLINE void rotate_row(const void* data, int64_t at, int dim, int block, float* HWY_RESTRICT x, VI& peak) {
+    for (int i = 0; i < dim; i += block) {
+        switch (block / kLanes) {
+            case 4: rotate_vectors<4, From>(data, at + i, x + i, peak); break;
+            case 8: rotate_vectors<8, From>(data, at + i, x + i, peak); break;
+            default: rotate_block<From>(data, at + i, block, x + i, peak);
+        }
     }
 }
 
-template <class From, class Window>
-HWY_INLINE void rotate_row(const void* data, int64_t at, int dim, int block, float* HWY_RESTRICT x, Peaks& peaks) {
-    for (int i = 0; i < dim; i += block) {
-        switch (block / kLanes) {
-            case 4: rotate_vectors<4, From, Window>(data, at + i, x + i, peaks); break;
-            case 8: rotate_vectors<8, From, Window>(data, at + i, x + i, peaks); break;
-            default: rotate_block<From, Window>(data, at + i, block, x + i, peaks);
+// Rotated rows to the window's type and back. A pass of its own, because behind the transform the conversions
+// would lengthen a chain of operations of which the processor overlaps too few rows already.
+template <class Window>
+HWY_INLINE void round_rows(int count, int dim, float* HWY_RESTRICT x, Finite& finite) {
+    for_vectors(count * dim, [&](auto vectors, int begin) HWY_ATTR {
+        const F32 d;
+        HWY_UNROLL(8)
+        for (int i = 0; i < decltype(vectors)::value; ++i) {
+            const VF v = round_through<Window>(hn::LoadU(d, x + begin + i * kLanes));
+            hn::StoreU(v, d, x + begin + i * kLanes);
+            finite.see(v, i);
         }
-    }
+    });
 }
 
 template <class From, class Window, bool kRotate>
-bool take_rows(const InputRows& input, int count, int dim, float* HWY_RESTRICT rows) {
+bool take_rows(const InputRows& input, int count, int dim, float* HWY_RESTRICT rows, Ahead& ahead, int lines_a_row) {
     const void* data = input.data;
     const int block = kRotate ? hadamard_block(dim) : 0;
     int64_t at = input.at;
-    Ahead ahead(input.ahead);
-    Peaks peaks{hn::Zero(I32()), hn::Zero(I32())};
-    for (int t = 0; t < count; ++t, at += input.stride, rows += dim) {
-        ahead.fetch<From>(data, dim);
+    float* x = rows;
+    Finite finite;
+    VI peak = hn::Zero(I32());
+    for (int t = 0; t < count; ++t, at += input.stride, x += dim) {
+        ahead.fetch(lines_a_row);
         if constexpr (kRotate) {
-            rotate_row<From, Window>(data, at, dim, block, rows, peaks);
+            rotate_row<From>(data, at, dim, block, x, peak);
         } else {
-            take_row<From, Window>(data, at, dim, rows, peaks);
+            take_row<From, Window>(data, at, dim, x, finite);
         }
     }
-    return !any_at_least(peaks.in, kSafePeakBits) && !any_at_least(peaks.stored, kInfinityBits);
+    if constexpr (kRotate) round_rows<Window>(count, dim, rows, finite);
+    return finite.all() && !any_at_least(peak, kSafePeakBits);
 }
 
 template <class From, bool kRotate>
-bool take_from(const InputRows& input, int count, int dim, int32_t window_dtype, float* x) {
+bool take_from(const InputRows& input, int count, int dim, int32_t window_dtype, float* x, Ahead& ahead,
+               int lines_a_row) {
     switch (window_dtype) {
-        case KIVI_F16: return take_rows<From, Float16, kRotate>(input, count, dim, x);
-        case KIVI_BF16: return take_rows<From, BFloat16, kRotate>(input, count, dim, x);
-        default: return take_rows<From, Float32, kRotate>(input, count, dim, x);
+        case KIVI_F16: return take_rows<From, Float16, kRotate>(input, count, dim, x, ahead, lines_a_row);
+        case KIVI_BF16: return take_rows<From, BFloat16, kRotate>(input, count, dim, x, ahead, lines_a_row);
+        default: return take_rows<From, Float32, kRotate>(input, count, dim, x, ahead, lines_a_row);
     }
 }
 
 template <bool kRotate>
-bool take_any(const InputRows& input, int count, int dim, int32_t window_dtype, float* x) {
+bool take_any(const InputRows& input, int count, int dim, int32_t window_dtype, float* x, Ahead& ahead,
+              int lines_a_row) {
     switch (input.dtype) {
-        case KIVI_F16: return take_from<Float16, kRotate>(input, count, dim, window_dtype, x);
-        case KIVI_BF16: return take_from<BFloat16, kRotate>(input, count, dim, window_dtype, x);
-        default: return take_from<Float32, kRotate>(input, count, dim, window_dtype, x);
+        case KIVI_F16: return take_from<Float16, kRotate>(input, count, dim, window_dtype, x, ahead, lines_a_row);
+        case KIVI_BF16: return take_from<BFloat16, kRotate>(input, count, dim, window_dtype, x, ahead, lines_a_row);
+        default: return take_from<Float32, kRotate>(input, count, dim, window_dtype, x, ahead, lines_a_row);
     }
 }
 
-bool take(const InputRows& input, int count, int dim, int32_t transform, int32_t window_dtype, float* x) {
-    return transform == KIVI_TRANSFORM_HADAMARD ? take_any<true>(input, count, dim, window_dtype, x)
-                                                : take_any<false>(input, count, dim, window_dtype, x);
+bool take(const InputRows& input, int count, int dim, int32_t transform, int32_t window_dtype, float* x, Ahead& ahead,
+          int lines_a_row) {
+    return transform == KIVI_TRANSFORM_HADAMARD ? take_any<true>(input, count, dim, window_dtype, x, ahead, lines_a_row)
+                                                : take_any<false>(input, count, dim, window_dtype, x, ahead, lines_a_row);
 }
 
 template <class Window>
 bool load_row(const uint8_t* from, int dim, float* HWY_RESTRICT x) {
-    const F32 d;
-    VI peak = hn::Zero(I32());
-    for (int i = 0; i < dim; i += static_cast<int>(hn::Lanes(d))) {
-        const VF v = Window::load(from, i);
-        peak = hn::Max(peak, magnitude(v));
-        hn::StoreU(v, d, x + i);
-    }
-    return !any_at_least(peak, kInfinityBits);
+    Finite finite;
+    take_row<Window, Window>(from, 0, dim, x, finite);
+    return finite.all();
 }
 
 bool load(const uint8_t* from, int32_t window_dtype, int dim, float* x) {

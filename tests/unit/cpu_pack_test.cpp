@@ -133,7 +133,8 @@ void check_pack(const TensorStore& store, const Feedback* feedback, const std::v
     pack_rows_plain(store, feedback, rows.data(), first, count, plain.data());
     const PackKernels* kernels = pack_kernels();
     if (feedback == nullptr) {
-        kernels->nearest(store, rows.data(), first, count, fast.data());
+        Ahead nothing;
+        kernels->nearest(store, rows.data(), first, count, fast.data(), nothing);
     } else {
         if (kernels->query_aware == nullptr) return;
         kernels->query_aware(store, *feedback, rows.data(), first, count, fast.data());
@@ -236,7 +237,9 @@ TEST_CASE("row kernels give the stored row of the scalar definition, or decline"
                 CAPTURE(window_dtype);
                 CAPTURE(transform);
                 CAPTURE(kind);
-                if (kernels->take({input.data(), dtype, 0, dim}, 1, dim, transform, window_dtype, stored.data())) {
+                Ahead nothing;
+                if (kernels->take({input.data(), dtype, 0, dim}, 1, dim, transform, window_dtype, stored.data(),
+                                  nothing, 0)) {
                     ++taken;
                     CHECK(!saturated);
                     CHECK(finite);
