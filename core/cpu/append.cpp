@@ -185,7 +185,7 @@ class Append {
         if (fast && feedback_ == nullptr) {
             pack_kernels_->nearest(store_, rows_, first, count, part, ahead);
         } else if (fast && pack_kernels_->query_aware != nullptr) {
-            pack_kernels_->query_aware(store_, feedback_[head_], rows_, first, count, part);
+            pack_kernels_->query_aware(store_, feedback_[head_], rows_, first, count, part, ahead);
         } else {
             pack_rows_plain(store_, feedback_ != nullptr ? feedback_ + head_ : nullptr, rows_, first, count,
                             part);

@@ -718,27 +718,60 @@ constexpr int kMaxTurned = kMaxDim * kShortPass * kLanes;
 template <int kVectors>
 constexpr int kChannels = kLanes == 16 && kVectors == 2 ? 8 : 4;
 
-// turned[channel][token] = rows[token][channel], four by four.
-template <int kTokens>
-void turn(const float* HWY_RESTRICT rows, int dim, float* HWY_RESTRICT turned) {
+// Rows of four tokens: block b of out[i] = those tokens of channel 4b + i.
+HWY_INLINE void turn_four(const float* HWY_RESTRICT rows, int dim, VF* out) {
     const F32 d;
     const hn::Repartition<uint64_t, F32> d64;
-    HWY_ALIGN float out[4][kLanes];
-    for (int t = 0; t < kTokens; t += 4) {
+    const VF a = hn::LoadU(d, rows), b = hn::LoadU(d, rows + dim);
+    const VF e = hn::LoadU(d, rows + 2 * dim), f = hn::LoadU(d, rows + 3 * dim);
+    const auto ab0 = hn::BitCast(d64, hn::InterleaveLower(d, a, b)), ab1 = hn::BitCast(d64, hn::InterleaveUpper(d, a, b));
+    const auto ef0 = hn::BitCast(d64, hn::InterleaveLower(d, e, f)), ef1 = hn::BitCast(d64, hn::InterleaveUpper(d, e, f));
+    out[0] = hn::BitCast(d, hn::InterleaveLower(d64, ab0, ef0));
+    out[1] = hn::BitCast(d, hn::InterleaveUpper(d64, ab0, ef0));
+    out[2] = hn::BitCast(d, hn::InterleaveLower(d64, ab1, ef1));
+    out[3] = hn::BitCast(d, hn::InterleaveUpper(d64, ab1, ef1));
+}
+
+// Block j of out[i] = block i of in[j], for as many vectors as a vector has blocks.
+HWY_INLINE void turn_blocks(const VF* in, VF* out) {
+#if HWY_TARGET <= HWY_AVX2
+    const F32 d;
+    if constexpr (kLanes == 8) {
+        out[0] = hn::ConcatLowerLower(d, in[1], in[0]);
+        out[1] = hn::ConcatUpperUpper(d, in[1], in[0]);
+        return;
+    }
+    if constexpr (kLanes == 16) {
+        const VF even0 = hn::OddEvenBlocks(hn::SwapAdjacentBlocks(in[1]), in[0]);
+        const VF even2 = hn::OddEvenBlocks(hn::SwapAdjacentBlocks(in[3]), in[2]);
+        const VF odd0 = hn::OddEvenBlocks(in[1], hn::SwapAdjacentBlocks(in[0]));
+        const VF odd2 = hn::OddEvenBlocks(in[3], hn::SwapAdjacentBlocks(in[2]));
+        out[0] = hn::ConcatLowerLower(d, even2, even0);
+        out[1] = hn::ConcatLowerLower(d, odd2, odd0);
+        out[2] = hn::ConcatUpperUpper(d, even2, even0);
+        out[3] = hn::ConcatUpperUpper(d, odd2, odd0);
+        return;
+    }
+#endif
+    out[0] = in[0];
+}
+
+// turned[channel][token] = rows[token][channel].
+template <int kTokens>
+void turn(const float* HWY_RESTRICT rows, int dim, float* HWY_RESTRICT turned) {
+    constexpr int kBlocks = kLanes / 4;
+    const F32 d;
+    for (int t = 0; t < kTokens; t += kLanes) {
         for (int c = 0; c < dim; c += kLanes) {
-            const float* x = rows + static_cast<int64_t>(t) * dim + c;
-            const VF a = hn::LoadU(d, x), b = hn::LoadU(d, x + dim);
-            const VF e = hn::LoadU(d, x + 2 * dim), f = hn::LoadU(d, x + 3 * dim);
-            const auto ab0 = hn::BitCast(d64, hn::InterleaveLower(d, a, b));
-            const auto ab1 = hn::BitCast(d64, hn::InterleaveUpper(d, a, b));
-            const auto ef0 = hn::BitCast(d64, hn::InterleaveLower(d, e, f));
-            const auto ef1 = hn::BitCast(d64, hn::InterleaveUpper(d, e, f));
-            hn::Store(hn::BitCast(d, hn::InterleaveLower(d64, ab0, ef0)), d, out[0]);
-            hn::Store(hn::BitCast(d, hn::InterleaveUpper(d64, ab0, ef0)), d, out[1]);
-            hn::Store(hn::BitCast(d, hn::InterleaveLower(d64, ab1, ef1)), d, out[2]);
-            hn::Store(hn::BitCast(d, hn::InterleaveUpper(d64, ab1, ef1)), d, out[3]);
-            for (int i = 0; i < kLanes; ++i) {  // four tokens of channel c + i
-                std::memcpy(turned + static_cast<int64_t>(c + i) * kTokens + t, out[i % 4] + i / 4 * 4, 16);
+            VF four[kBlocks][4];  // [tokens t + 4j ..][i]: channels c + 4b + i
+            HWY_UNROLL(4)
+            for (int j = 0; j < kBlocks; ++j) turn_four(rows + static_cast<int64_t>(t + 4 * j) * dim + c, dim, four[j]);
+            HWY_UNROLL(4)
+            for (int i = 0; i < 4; ++i) {
+                VF in[kBlocks], out[kBlocks];
+                for (int j = 0; j < kBlocks; ++j) in[j] = four[j][i];
+                turn_blocks(in, out);
+                for (int b = 0; b < kBlocks; ++b) hn::Store(out[b], d, turned + static_cast<int64_t>(c + 4 * b + i) * kTokens + t);
             }
         }
     }
@@ -748,7 +781,8 @@ void turn(const float* HWY_RESTRICT rows, int dim, float* HWY_RESTRICT turned) {
 // Errors of a few channels in coding order are passed on together; each later channel still gets one
 // fused multiply-add for each of them, in that order. params[v]: of the group that vector v belongs to.
 template <int kVectors>
-void encode_turned(const Feedback& feedback, int bits, const ChannelParams* const* params, float* HWY_RESTRICT y) {
+void encode_turned(const Feedback& feedback, int bits, const ChannelParams* const* params, float* HWY_RESTRICT y,
+                   Ahead& ahead) {
     const F32 d;
     constexpr int kTogether = kChannels<kVectors>;
     constexpr int kTokens = kVectors * kLanes;
@@ -759,6 +793,7 @@ void encode_turned(const Feedback& feedback, int bits, const ChannelParams* cons
     bool quick = bits <= 4;
     for (int v = 0; v < kVectors; ++v) quick = quick && params[v]->inverses;
     for (int j0 = 0; j0 < dim; j0 += kTogether) {
+        ahead.fetch(kTokens * kTogether / kUnit * kLinesATile / kUnit);
         VF error[kTogether][kVectors];
         const float* weight[kTogether];  // weight[k][c]: from channel j0 + k to channel c, both in coding order
         HWY_UNROLL(8)
@@ -846,19 +881,19 @@ void put_turned(const TensorStore& store, const uint32_t* HWY_RESTRICT codes, in
 // Tokens first .. of one pass; groups[i] are the parameters of its i-th group.
 template <int kVectors>
 void query_aware_pass(const TensorStore& store, const Feedback& feedback, const ChannelParams* groups,
-                      const float* rows, int first, float* HWY_RESTRICT y, uint8_t* part) {
+                      const float* rows, int first, float* HWY_RESTRICT y, uint8_t* part, Ahead& ahead) {
     constexpr int kTokens = kVectors * kLanes;
     const ChannelParams* params[kVectors];
     for (int v = 0; v < kVectors; ++v) params[v] = groups + v * kLanes / store.spec.group;
     turn<kTokens>(rows, store.dim, y);
-    encode_turned<kVectors>(feedback, store.spec.bits, params, y);
+    encode_turned<kVectors>(feedback, store.spec.bits, params, y, ahead);
     for (int unit = 0; unit < kTokens; unit += kUnit) {
         put_turned(store, reinterpret_cast<const uint32_t*>(y) + unit, kTokens, first + unit, part);
     }
 }
 
 void query_aware(const TensorStore& store, const Feedback& feedback, const float* rows, int first, int count,
-                 uint8_t* part) {
+                 uint8_t* part, Ahead& ahead) {
     constexpr int kLong = kLongPass * kLanes, kShort = kShortPass * kLanes;
     const int dim = store.dim, group = store.spec.group;
     ChannelParams groups[2];  // those of a pass
@@ -873,9 +908,9 @@ void query_aware(const TensorStore& store, const Feedback& feedback, const float
             channel_params(store, x + static_cast<int64_t>(begin) * dim, first + t + begin, part, &at);
         }
         if (is_long) {
-            query_aware_pass<kLongPass>(store, feedback, groups, x, first + t, y, part);
+            query_aware_pass<kLongPass>(store, feedback, groups, x, first + t, y, part, ahead);
         } else {
-            query_aware_pass<kShortPass>(store, feedback, groups, x, first + t, y, part);
+            query_aware_pass<kShortPass>(store, feedback, groups, x, first + t, y, part, ahead);
         }
         t += tokens;
     }

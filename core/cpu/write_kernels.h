@@ -73,7 +73,7 @@ struct PackKernels {
     void (*nearest)(const TensorStore& store, const float* rows, int first, int count, uint8_t* part, Ahead& ahead);
     // Channel axis; NULL where the instruction set has no fused multiply-add.
     void (*query_aware)(const TensorStore& store, const Feedback& feedback, const float* rows, int first,
-                        int count, uint8_t* part);
+                        int count, uint8_t* part, Ahead& ahead);
 };
 
 // NULL where the processor has no vectors that Highway serves: the plain path does everything.

@@ -132,12 +132,12 @@ void check_pack(const TensorStore& store, const Feedback* feedback, const std::v
     fast = plain;
     pack_rows_plain(store, feedback, rows.data(), first, count, plain.data());
     const PackKernels* kernels = pack_kernels();
+    Ahead nothing;
     if (feedback == nullptr) {
-        Ahead nothing;
         kernels->nearest(store, rows.data(), first, count, fast.data(), nothing);
     } else {
         if (kernels->query_aware == nullptr) return;
-        kernels->query_aware(store, *feedback, rows.data(), first, count, fast.data());
+        kernels->query_aware(store, *feedback, rows.data(), first, count, fast.data(), nothing);
     }
     CHECK(plain == fast);
 }
