@@ -19,8 +19,8 @@
 namespace kivi::cpu {
 namespace {
 
-constexpr int64_t kMaxRowBytes = 512 * 4;
-constexpr int64_t kLineBytes = 64;
+constexpr int64_t kMaxRowBytes = kMaxDim * 4;
+constexpr int64_t kCacheLine = 64;
 constexpr int64_t kRowsAtOnce = 32;  // on their way to a window, at most kPageTokens
 
 class Append {
@@ -80,7 +80,7 @@ class Append {
     //   token 0   |                               token 0   ------------->
     //         1   |         packed, this page           1   ------------->   fetched, next page
     //         2   v
-    Ahead ahead(int64_t position, int count) const {
+    RowsAhead ahead(int64_t position, int count) const {
         const int heads = head_end_ - head_begin_;
         const int64_t in_page = (position - store_.windows.sink) % kPageTokens;
         const int64_t token =
@@ -88,17 +88,21 @@ class Append {
         if (in_page < 0 || token + (count + heads - 1) / heads > row_.after.length) return {};
         const int64_t bytes = dtype_bytes(input_.dtype);
         const int64_t at = input_at(token) - (head_ - head_begin_) * input_.head_stride;
-        return {static_cast<const uint8_t*>(input_.data) + at * bytes, input_.token_stride * bytes,
-                input_.head_stride * bytes, heads, store_.dim * bytes, count};
+        return {static_cast<const uint8_t*>(input_.data) + at * bytes,
+                input_.token_stride * bytes,
+                input_.head_stride * bytes,
+                heads,
+                store_.dim * bytes,
+                count};
     }
 
-    int lines_a_row() const { return static_cast<int>(store_.dim * dtype_bytes(input_.dtype) / kLineBytes); }
+    int lines_a_row() const { return static_cast<int>(store_.dim * dtype_bytes(input_.dtype) / kCacheLine); }
 
-    bool take_fast(int64_t position, int count, float* x, Ahead& ahead, int lines_a_row) const {
+    bool take_fast(int64_t position, int count, float* x, RowsAhead& ahead, int lines_a_row) const {
         if (row_kernels_ == nullptr) return false;
         const InputRows rows{input_.data, input_.dtype, input_at(position), input_.token_stride};
-        return row_kernels_->take(rows, count, store_.dim, store_.spec.transform, store_.window_dtype, x, ahead,
-                                  lines_a_row);
+        return row_kernels_->take(rows, count, store_.dim, store_.spec.transform, store_.window_dtype, x,
+                                  ahead, lines_a_row);
     }
 
     // New rows to memory in the window dtype, each to its place(position).
@@ -106,7 +110,7 @@ class Append {
     void take(int64_t begin, int64_t end, Place place) {
         for (int64_t position = begin; position < end;) {
             const int count = static_cast<int>(std::min(kRowsAtOnce, end - position));
-            Ahead next = ahead(position, count);
+            RowsAhead next = ahead(position, count);
             const bool fast = take_fast(position, count, rows_, next, lines_a_row());
             for (int i = 0; i < count; ++i, ++position) {
                 if (fast) {
@@ -133,7 +137,7 @@ class Append {
         return fast;
     }
 
-    bool fetch_new(int64_t begin, int64_t end, float* x, Ahead& ahead) {
+    bool fetch_new(int64_t begin, int64_t end, float* x, RowsAhead& ahead) {
         if (take_fast(begin, static_cast<int>(end - begin), x, ahead, lines_a_row() / 2)) return true;
         alignas(64) uint8_t taken[kMaxRowBytes];
         for (int64_t position = begin; position < end; ++position, x += store_.dim) {
@@ -144,10 +148,11 @@ class Append {
         return false;
     }
 
-    bool fetch(int64_t begin, int64_t end, Ahead& ahead) {
+    bool fetch(int64_t begin, int64_t end, RowsAhead& ahead) {
         const int64_t border = std::max(begin, std::min(end, row_.before.length));
         const bool tail = border == begin || fetch_tail(begin, border, rows_);
-        const bool fresh = border == end || fetch_new(border, end, rows_ + (border - begin) * store_.dim, ahead);
+        const bool fresh =
+            border == end || fetch_new(border, end, rows_ + (border - begin) * store_.dim, ahead);
         return tail && fresh;
     }
 
@@ -155,7 +160,7 @@ class Append {
     // compilers take a function that only prefetches for one without effect.
     __attribute__((always_inline)) void prefetch_codes(int first, int count, const uint8_t* part) const {
         const int64_t token_bytes = static_cast<int64_t>(store_.dim) * store_.spec.bits / 8;
-        for (int64_t i = first * token_bytes; i < (first + count) * token_bytes; i += kLineBytes) {
+        for (int64_t i = first * token_bytes; i < (first + count) * token_bytes; i += kCacheLine) {
             __builtin_prefetch(part + i, 1);
         }
     }
@@ -172,7 +177,7 @@ class Append {
         for (int64_t position = begin; position < end;) {
             const int count = static_cast<int>(std::min<int64_t>(step - first % step, end - position));
             prefetch_codes(first, count, part);
-            Ahead next = ahead(position, count);
+            RowsAhead next = ahead(position, count);
             const bool fast = fetch(position, position + count, next) && pack_kernels_ != nullptr;
             pack_rows(fast, first, count, part, next);
             next.fetch_rest();
@@ -181,7 +186,7 @@ class Append {
         }
     }
 
-    void pack_rows(bool fast, int first, int count, uint8_t* part, Ahead& ahead) {
+    void pack_rows(bool fast, int first, int count, uint8_t* part, RowsAhead& ahead) {
         if (fast && feedback_ == nullptr) {
             pack_kernels_->nearest(store_, rows_, first, count, part, ahead);
         } else if (fast && pack_kernels_->query_aware != nullptr) {

@@ -50,11 +50,11 @@ void rotate(float* x, int dim, const Kernels& kernels) {
 // How attend reads the packed part of a tensor.
 enum class Reader { rows, packed, decoded };
 
-Reader reader_of(const kivi_spec& spec, int dim, Part part, int32_t window_dtype) {
+Reader reader_of(const kivi_spec& spec, int dim, Part part) {
     if (dim % kLanes != 0) return Reader::decoded;
     if (spec.bits == 16) return Reader::rows;
     const int32_t axis = part == Part::key ? KIVI_AXIS_CHANNEL : KIVI_AXIS_TOKEN;
-    const bool lanes = page_order(spec, dim, window_dtype).order == Order::lanes;
+    const bool lanes = page_order(spec, dim).order == Order::lanes;
     return lanes && spec.axis == axis ? Reader::packed : Reader::decoded;
 }
 
@@ -86,7 +86,7 @@ struct Plan {
     }
 
     static Reader reader(const TensorStore& store) {
-        return reader_of(store.spec, store.dim, store.part, store.window_dtype);
+        return reader_of(store.spec, store.dim, store.part);
     }
 
     static PackedPart packed_part(const TensorStore& store) {
@@ -564,7 +564,7 @@ void fast_attend(const LayerStore& layer, const AttendCall& call, ThreadPool& po
     });
 }
 
-PathInfo attend_path(const kivi_layer& layer, int32_t window_dtype) {
+PathInfo attend_path(const kivi_layer& layer) {
     PathInfo info;
     info.attend_path = KIVI_PATH_FAST;
     if (kernels() == nullptr) {
@@ -575,7 +575,7 @@ PathInfo attend_path(const kivi_layer& layer, int32_t window_dtype) {
     for (Part part : {Part::key, Part::value}) {
         const kivi_spec& spec = spec_of(layer, part);
         const int dim = dim_of(layer, part);
-        if (reader_of(spec, dim, part, window_dtype) != Reader::decoded) continue;
+        if (reader_of(spec, dim, part) != Reader::decoded) continue;
         info.attend_path = KIVI_PATH_GENERAL;
         const char* const name = part == Part::key ? "keys" : "values";
         if (dim % kLanes != 0) {

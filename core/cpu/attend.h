@@ -15,6 +15,6 @@ size_t attend_workspace(const LayerStore& layer, int64_t max_tokens, int threads
 void fast_attend(const LayerStore& layer, const AttendCall& call, ThreadPool& pool);
 
 // Which kernels serve the layer, and if not the fast ones, why.
-PathInfo attend_path(const kivi_layer& layer, int32_t window_dtype);
+PathInfo attend_path(const kivi_layer& layer);
 
 }  // namespace kivi::cpu

@@ -47,7 +47,7 @@ TensorStore tensor_store(const Model& model, const kivi_layer& layer, Part part)
     store.dim = dim_of(layer, part);
     store.window_dtype = model.window_dtype;
     store.windows = model.windows;
-    store.order = page_order(store.spec, store.dim, store.window_dtype);
+    store.order = page_order(store.spec, store.dim);
     store.tail_rows = tail_capacity(model.windows, part);
     store.page_bytes = page_bytes(layer, model.window_dtype);
     store.part_offset = part == Part::key ? 0 : page_part_bytes(layer.k, layer.key_dim, model.window_dtype);
@@ -280,7 +280,7 @@ PathInfo path(const Model& model, const kivi_layer& layer) {
     if (model.reference) {
         return {KIVI_PATH_REFERENCE, KIVI_PATH_REFERENCE, "the config asks for the reference backend"};
     }
-    PathInfo info = attend_path(layer, model.window_dtype);
+    PathInfo info = attend_path(layer);
     const bool fast = suits_write_kernels(layer.key_dim) && suits_write_kernels(layer.value_dim);
     info.pack_path = fast ? KIVI_PATH_FAST : KIVI_PATH_GENERAL;
     return info;

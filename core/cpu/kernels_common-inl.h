@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "cpu/kernels.h"
+#include "cpu/page_order.h"
 #include "hwy/highway.h"
 
 #if HWY_TARGET != HWY_SCALAR  // see kernels.h: processors without vectors take the plain path

@@ -23,8 +23,6 @@
 HWY_BEFORE_NAMESPACE();
 namespace kivi::cpu::HWY_NAMESPACE {
 
-constexpr int kTile = 16;         // tokens and channels of a tile
-constexpr int kLineBytes = 64;
 constexpr int kPairs = kTile / 2;  // inner elements of a tile, two at a time
 constexpr int kMaxGroups = kPageTokens / kPackedStep;
 constexpr int kValuePairs = kPageTokens / 2;

@@ -8,7 +8,6 @@
 namespace kivi::cpu {
 namespace {
 
-constexpr int kMaxDim = 512;
 // Rows of these many tokens stay in the first-level cache; the query-aware packer takes more of them together.
 constexpr int kTokensAtOnce = 32;
 constexpr int kQueryAwareTokensAtOnce = 64;

@@ -34,9 +34,6 @@ int64_t param_bytes(const kivi_spec& spec) { return spec.param_dtype == KIVI_F32
 
 // ---- lanes ----
 
-constexpr int kTile = 16;       // tokens and channels of a tile
-constexpr int kLineBytes = 64;  // sixteen lanes
-
 // Lane and inner element of a code in its tile, and which tile that is.
 struct LanePlace {
     int64_t unit, tiles_a_unit, tile;
@@ -98,12 +95,11 @@ bool suits_lanes(const kivi_spec& spec, int dim) {
 
 }  // namespace
 
-PageOrder page_order(const kivi_spec& spec, int dim, int32_t window_dtype) {
+PageOrder page_order(const kivi_spec& spec, int dim) {
     PageOrder order;
     order.order = suits_lanes(spec, dim) ? Order::lanes : Order::canonical;
     order.spec = spec;
     order.dim = dim;
-    order.window_dtype = window_dtype;
     return order;
 }
 

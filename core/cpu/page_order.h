@@ -10,14 +10,17 @@ namespace kivi::cpu {
 // page_order.cpp for its picture. Which specs use lanes is decided here alone.
 enum class Order { canonical, lanes };
 
+// Of the lanes order.
+constexpr int kTile = 16;       // tokens and channels of a tile; tokens of a unit
+constexpr int kLineBytes = 64;  // sixteen lanes
+
 struct PageOrder {
     Order order = Order::canonical;
     kivi_spec spec{};
     int dim = 0;
-    int32_t window_dtype = KIVI_F16;
 };
 
-PageOrder page_order(const kivi_spec& spec, int dim, int32_t window_dtype);
+PageOrder page_order(const kivi_spec& spec, int dim);
 
 int code_get(const PageOrder& order, const uint8_t* part, int token, int channel);
 void code_put(const PageOrder& order, uint8_t* part, int token, int channel, int code);  // overwrites

@@ -8,7 +8,8 @@
 #include "format/hadamard.h"
 #include "format/half.h"
 
-#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_SSSE3)
+#include "cpu/simd_targets.h"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/row_kernels.cc"
 #include <hwy/foreach_target.h>
@@ -51,7 +52,9 @@ bool any_at_least(VI peak, int bits) {
 constexpr bool kHardwareF16 = !HWY_ARCH_X86 || HWY_TARGET <= HWY_AVX2;
 
 struct Float32 {
-    static VF load(const void* data, int64_t at) { return hn::LoadU(F32(), static_cast<const float*>(data) + at); }
+    static VF load(const void* data, int64_t at) {
+        return hn::LoadU(F32(), static_cast<const float*>(data) + at);
+    }
     static void store(VF x, void* to, int64_t at) { hn::StoreU(x, F32(), static_cast<float*>(to) + at); }
 };
 
@@ -153,7 +156,9 @@ HWY_INLINE void stages_in_vectors(VF* v) {
     if constexpr (kLanes >= 16) stage(std::integral_constant<int, 3>());
 }
 
-VF norm_of(int block) { return hn::Set(F32(), static_cast<float>(1.0 / std::sqrt(static_cast<double>(block)))); }
+VF norm_of(int block) {
+    return hn::Set(F32(), static_cast<float>(1.0 / std::sqrt(static_cast<double>(block))));
+}
 
 // One block of any size, in memory.
 void transform_block(float* HWY_RESTRICT x, int block) {
@@ -263,7 +268,8 @@ void rotate_block(const void* data, int64_t at, int block, float* HWY_RESTRICT x
 }
 
 template <class From>
-HWY_INLINE void rotate_row(const void* data, int64_t at, int dim, int block, float* HWY_RESTRICT x, VI& peak) {
+HWY_INLINE void rotate_row(const void* data, int64_t at, int dim, int block, float* HWY_RESTRICT x,
+                           VI& peak) {
     for (int i = 0; i < dim; i += block) {
         switch (block / kLanes) {
             case 4: rotate_vectors<4, From>(data, at + i, x + i, peak); break;
@@ -289,7 +295,8 @@ HWY_INLINE void round_rows(int count, int dim, float* HWY_RESTRICT x, Finite& fi
 }
 
 template <class From, class Window, bool kRotate>
-bool take_rows(const InputRows& input, int count, int dim, float* HWY_RESTRICT rows, Ahead& ahead, int lines_a_row) {
+bool take_rows(const InputRows& input, int count, int dim, float* HWY_RESTRICT rows, RowsAhead& ahead,
+               int lines_a_row) {
     const void* data = input.data;
     const int block = kRotate ? hadamard_block(dim) : 0;
     int64_t at = input.at;
@@ -309,7 +316,7 @@ bool take_rows(const InputRows& input, int count, int dim, float* HWY_RESTRICT r
 }
 
 template <class From, bool kRotate>
-bool take_from(const InputRows& input, int count, int dim, int32_t window_dtype, float* x, Ahead& ahead,
+bool take_from(const InputRows& input, int count, int dim, int32_t window_dtype, float* x, RowsAhead& ahead,
                int lines_a_row) {
     switch (window_dtype) {
         case KIVI_F16: return take_rows<From, Float16, kRotate>(input, count, dim, x, ahead, lines_a_row);
@@ -319,19 +326,22 @@ bool take_from(const InputRows& input, int count, int dim, int32_t window_dtype,
 }
 
 template <bool kRotate>
-bool take_any(const InputRows& input, int count, int dim, int32_t window_dtype, float* x, Ahead& ahead,
+bool take_any(const InputRows& input, int count, int dim, int32_t window_dtype, float* x, RowsAhead& ahead,
               int lines_a_row) {
     switch (input.dtype) {
-        case KIVI_F16: return take_from<Float16, kRotate>(input, count, dim, window_dtype, x, ahead, lines_a_row);
-        case KIVI_BF16: return take_from<BFloat16, kRotate>(input, count, dim, window_dtype, x, ahead, lines_a_row);
+        case KIVI_F16:
+            return take_from<Float16, kRotate>(input, count, dim, window_dtype, x, ahead, lines_a_row);
+        case KIVI_BF16:
+            return take_from<BFloat16, kRotate>(input, count, dim, window_dtype, x, ahead, lines_a_row);
         default: return take_from<Float32, kRotate>(input, count, dim, window_dtype, x, ahead, lines_a_row);
     }
 }
 
-bool take(const InputRows& input, int count, int dim, int32_t transform, int32_t window_dtype, float* x, Ahead& ahead,
-          int lines_a_row) {
-    return transform == KIVI_TRANSFORM_HADAMARD ? take_any<true>(input, count, dim, window_dtype, x, ahead, lines_a_row)
-                                                : take_any<false>(input, count, dim, window_dtype, x, ahead, lines_a_row);
+bool take(const InputRows& input, int count, int dim, int32_t transform, int32_t window_dtype, float* x,
+          RowsAhead& ahead, int lines_a_row) {
+    return transform == KIVI_TRANSFORM_HADAMARD
+               ? take_any<true>(input, count, dim, window_dtype, x, ahead, lines_a_row)
+               : take_any<false>(input, count, dim, window_dtype, x, ahead, lines_a_row);
 }
 
 template <class Window>

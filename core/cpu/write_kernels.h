@@ -11,13 +11,19 @@ namespace kivi::cpu {
 // Brings rows of the caller into the second-level cache before their turn, in the order [token][head] in which
 // they lie in memory. Whoever works on other rows meanwhile asks for a few lines now and then: a processor has
 // only so many lines under way, and many at once make it wait.
-class Ahead {
+class RowsAhead {
   public:
-    Ahead() = default;
+    RowsAhead() = default;
     // `rows` rows of `row_bytes` bytes, `heads` a token, the first at `at`; strides in bytes.
-    Ahead(const uint8_t* at, int64_t token_stride, int64_t head_stride, int heads, int64_t row_bytes, int64_t rows)
-        : token_(at), row_(at), token_stride_(token_stride), head_stride_(head_stride), heads_(heads),
-          row_bytes_(row_bytes), lines_((row_bytes + kLine - 1) / kLine * rows) {}
+    RowsAhead(const uint8_t* at, int64_t token_stride, int64_t head_stride, int heads, int64_t row_bytes,
+              int64_t rows)
+        : token_(at),
+          row_(at),
+          token_stride_(token_stride),
+          head_stride_(head_stride),
+          heads_(heads),
+          row_bytes_(row_bytes),
+          lines_((row_bytes + kLine - 1) / kLine * rows) {}
 
     // Inlined by force, because compilers take a function that only prefetches for one without effect.
     __attribute__((always_inline)) void fetch(int64_t lines) {
@@ -60,8 +66,8 @@ struct InputRows {
 struct RowKernels {
     // `count` stored rows in fp32. False: a value is not finite, saturates or is huge, and the plain path must
     // take these rows.
-    bool (*take)(const InputRows& input, int count, int dim, int32_t transform, int32_t window_dtype, float* x,
-                 Ahead& ahead, int lines_a_row);
+    bool (*take)(const InputRows& input, int count, int dim, int32_t transform, int32_t window_dtype,
+                 float* x, RowsAhead& ahead, int lines_a_row);
     // From memory in the window dtype. False: a value is not finite (x is right all the same).
     bool (*load)(const uint8_t* from, int32_t window_dtype, int dim, float* x);
     // Values that the window dtype holds exactly, to memory in it.
@@ -70,10 +76,11 @@ struct RowKernels {
 
 struct PackKernels {
     // As pack_rows_plain, for finite rows and fewer than 16 bits. Fetches lines ahead.
-    void (*nearest)(const TensorStore& store, const float* rows, int first, int count, uint8_t* part, Ahead& ahead);
+    void (*nearest)(const TensorStore& store, const float* rows, int first, int count, uint8_t* part,
+                    RowsAhead& ahead);
     // Channel axis; NULL where the instruction set has no fused multiply-add.
     void (*query_aware)(const TensorStore& store, const Feedback& feedback, const float* rows, int first,
-                        int count, uint8_t* part, Ahead& ahead);
+                        int count, uint8_t* part, RowsAhead& ahead);
 };
 
 // NULL where the processor has no vectors that Highway serves: the plain path does everything.

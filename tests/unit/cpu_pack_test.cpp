@@ -67,7 +67,7 @@ TensorStore make_store(const kivi_spec& spec, int dim, int32_t window_dtype) {
     store.heads = 1;
     store.dim = dim;
     store.window_dtype = window_dtype;
-    store.order = page_order(spec, dim, window_dtype);
+    store.order = page_order(spec, dim);
     store.page_bytes = page_part_bytes(spec, dim, window_dtype);
     return store;
 }
@@ -132,7 +132,7 @@ void check_pack(const TensorStore& store, const Feedback* feedback, const std::v
     fast = plain;
     pack_rows_plain(store, feedback, rows.data(), first, count, plain.data());
     const PackKernels* kernels = pack_kernels();
-    Ahead nothing;
+    RowsAhead nothing;
     if (feedback == nullptr) {
         kernels->nearest(store, rows.data(), first, count, fast.data(), nothing);
     } else {
@@ -237,7 +237,7 @@ TEST_CASE("row kernels give the stored row of the scalar definition, or decline"
                 CAPTURE(window_dtype);
                 CAPTURE(transform);
                 CAPTURE(kind);
-                Ahead nothing;
+                RowsAhead nothing;
                 if (kernels->take({input.data(), dtype, 0, dim}, 1, dim, transform, window_dtype, stored.data(),
                                   nothing, 0)) {
                     ++taken;

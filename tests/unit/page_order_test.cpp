@@ -21,7 +21,7 @@ TEST_CASE("codes and parameters fill a part without overlap") {
                     spec.axis = axis;
                     spec.group = group;
                     spec.param_dtype = KIVI_F16;
-                    const PageOrder order = page_order(spec, dim, KIVI_F16);
+                    const PageOrder order = page_order(spec, dim);
                     CHECK((order.order == Order::lanes) == (bits <= 4 && dim % 16 == 0));
                     const int64_t bytes = page_part_bytes(spec, dim, KIVI_F16);
                     std::vector<uint8_t> part(bytes, 0), ones(bytes, 0);
