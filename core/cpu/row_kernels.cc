@@ -65,11 +65,11 @@ struct BFloat16 {
         const auto wide = hn::PromoteTo(du, hn::LoadU(d16, static_cast<const uint16_t*>(data) + at));
         return hn::BitCast(F32(), hn::ShiftLeft<16>(wide));
     }
-    // Round to nearest, ties to even, of values that are not NaN.
+    // Round to nearest, ties to even. Of a NaN some bits could carry out of the exponent, and make a number.
     static void store(VF x, void* to, int64_t at) {
         const hn::Rebind<uint16_t, F32> d16;
         const U32 du;
-        const auto u = hn::BitCast(du, x);
+        const auto u = hn::BitCast(du, hn::IfThenElse(hn::IsNaN(x), hn::Set(F32(), float_of(kNanF32)), x));
         const auto odd = hn::And(hn::ShiftRight<16>(u), hn::Set(du, 1));
         const auto rounded = hn::ShiftRight<16>(hn::Add(u, hn::Add(odd, hn::Set(du, 0x7FFF))));
         const hn::RebindToSigned<U32> di;

@@ -339,6 +339,35 @@ TEST_CASE("TEST 17, fault 13: a NaN or an infinity damages its own groups and th
     }
 }
 
+TEST_CASE("TEST 17: a key of bits that are all ones is NaN, whatever its type, the window's and the transform") {
+    for (int32_t window_dtype : {KIVI_F16, KIVI_BF16, KIVI_F32}) {
+        for (int32_t dtype : {KIVI_F16, KIVI_BF16, KIVI_F32}) {
+            for (const kivi_spec& keys : {token(4, 32), rotated(token(4, 32))}) {
+                CAPTURE(window_dtype);
+                CAPTURE(dtype);
+                CAPTURE(keys.transform);
+                kivi_config with = config(keys, token(4, 32), {1, 1, 64, 64}, {4, 0, 1});
+                with.window_dtype = window_dtype;
+                const Cache cache(with);
+                Random random(18);
+                const Tokens tokens = random_tokens(random, cache.layer(), 40);
+                const Tensor k(dtype, {40, 1, 64}, tokens.k), v(dtype, {40, 1, 64}, tokens.v);
+                const Bytes ones(element_bytes(dtype) * 64, 0xFF);
+                uint8_t* memory = static_cast<uint8_t*>(const_cast<void*>(k.data()));
+                for (size_t t : {2, 20}) {  // sink, page
+                    backend().upload(memory + t * ones.size(), ones.data(), ones.size());
+                }
+                REQUIRE(kivi_append(cache, 0, Batch({{0, 40}}), k, v, nullptr) == KIVI_OK);
+                const Tokens stored = cache.dequantize(0);
+                for (size_t i = 0; i < stored.k.size(); ++i) {
+                    const bool damaged = i / 64 == 2 || i / 64 == 20;
+                    CHECK(std::isnan(stored.k[i]) == damaged);
+                }
+            }
+        }
+    }
+}
+
 TEST_CASE(
     "fault 14, fault 20, TEST 28: what lies in the memory before does not matter, whatever the length") {
     // Lengths around every part and tile; both sequences of the dirty cache were full of NaN, then reset.

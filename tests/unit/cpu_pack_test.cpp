@@ -256,3 +256,45 @@ TEST_CASE("row kernels give the stored row of the scalar definition, or decline"
         CHECK(declined > 100);
     });
 }
+
+// Signs, quiet and signalling, all payload bits set: the rounding of some carries out of the exponent.
+TEST_CASE("row kernels decline every NaN and infinity, whatever its bits and wherever it stands") {
+    const std::vector<uint32_t> of_f32 = {0x7FC00000, 0x7F800001, 0xFF800001, 0x7FFF8000, 0x7FFFFFFF,
+                                          0xFFFFFFFF, 0x7F800000, 0xFF800000};
+    const std::vector<uint32_t> of_f16 = {0x7E00, 0x7C01, 0xFC01, 0x7FFF, 0xFFFF, 0x7C00, 0xFC00};
+    const std::vector<uint32_t> of_bf16 = {0x7FC0, 0x7F81, 0xFF81, 0x7FFF, 0xFFFF, 0x7F80, 0xFF80};
+    on_every_target([&] {
+        const RowKernels* kernels = row_kernels();
+        if (kernels == nullptr) return;
+        for (int dim : {16, 48, 80, 96, 112, 128, 144, 192, 256}) {
+            for (int32_t dtype : {KIVI_F32, KIVI_F16, KIVI_BF16}) {
+                for (uint32_t pattern : dtype == KIVI_F32 ? of_f32 : dtype == KIVI_F16 ? of_f16 : of_bf16) {
+                    for (int32_t window_dtype : {KIVI_F32, KIVI_F16, KIVI_BF16}) {
+                        for (int transform : {KIVI_TRANSFORM_NONE, KIVI_TRANSFORM_HADAMARD}) {
+                            CAPTURE(dim);
+                            CAPTURE(dtype);
+                            CAPTURE(pattern);
+                            CAPTURE(window_dtype);
+                            CAPTURE(transform);
+                            std::vector<uint8_t> input =
+                                encode_as(std::vector<float>(static_cast<size_t>(dim), 1.0f), dtype);
+                            const size_t bytes = dtype_bytes(dtype);
+                            std::vector<float> stored(dim);
+                            RowsAhead nothing;
+                            int taken = 0;
+                            for (int c = 0; c < dim; ++c) {
+                                std::vector<uint8_t> damaged = input;
+                                std::memcpy(&damaged[c * bytes], &pattern, bytes);
+                                taken += kernels->take({damaged.data(), dtype, 0, dim}, 1, dim, transform,
+                                                       window_dtype, stored.data(), nothing, 0);
+                            }
+                            CHECK(taken == 0);
+                            CHECK(kernels->take({input.data(), dtype, 0, dim}, 1, dim, transform, window_dtype,
+                                                stored.data(), nothing, 0));
+                        }
+                    }
+                }
+            }
+        }
+    });
+}
