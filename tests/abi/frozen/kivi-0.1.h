@@ -140,6 +140,7 @@ typedef struct kivi_batch {
     int32_t reserved0;
 } kivi_batch;
 
+/* All zero, but for the size. */
 KIVI_API kivi_status kivi_batch_init(kivi_batch *batch, size_t struct_size);
 
 /* ---- How keys and values are stored -------------------------------------------------------------- */
@@ -246,6 +247,7 @@ typedef struct kivi_preset {
     int32_t sink, recent, flush, schedule;
 } kivi_preset;
 
+/* Presets of this library, and number `index` of them, from 0 on. */
 KIVI_API int32_t kivi_preset_count(void);
 KIVI_API kivi_status kivi_preset_at(int32_t index, kivi_preset *preset, size_t struct_size);
 /* Sets config->layer.k, config->layer.v and the windows from the preset `name`: k3v2, kivi2-sink, k4v2,
@@ -268,6 +270,8 @@ typedef struct kivi_device_info {
 
 /* Devices of one kind; 1 for KIVI_CPU, 0 for KIVI_CUDA without driver or in a build without CUDA. */
 KIVI_API kivi_status kivi_device_count(int32_t device, int32_t *count);
+/* KIVI_ERROR_NO_DEVICE if device_id is not below that count. For KIVI_CUDA in a build without CUDA: KIVI_OK
+ * with available 0 and the reason. */
 KIVI_API kivi_status kivi_device_query(int32_t device, int32_t device_id, kivi_device_info *info,
                                        size_t struct_size);
 
@@ -312,12 +316,16 @@ typedef struct kivi_memory {
     uint64_t layout_id;     /* names the byte order of pages: backend, specs, dims, sink */
 } kivi_memory;
 
+/* What create would take for this config. Refuses what create refuses. */
 KIVI_API kivi_status kivi_cache_estimate(const kivi_config *config, kivi_memory *memory, size_t struct_size);
 
 /* [CREATE-1] Anything that is not supported is refused here with a sentence that names the rule; nothing
- * is refused later for its configuration. *cache is NULL after a failure. */
+ * is refused later for its configuration. The memory of kivi_cache_estimate is allocated here:
+ * KIVI_ERROR_OUT_OF_MEMORY if there is not enough; KIVI_ERROR_NO_DEVICE if device_id does not exist. *cache is
+ * the caller's, who destroys it; NULL after a failure. */
 KIVI_API kivi_status kivi_cache_create(const kivi_config *config, kivi_cache **cache);
-/* Accepts NULL. [DESTROY-1] A handle that was destroyed before is ignored. May wait for queued work. */
+/* Accepts NULL. [DESTROY-1] A handle that was destroyed before is ignored. Waits for calls in progress; may
+ * wait for queued work. */
 KIVI_API void kivi_cache_destroy(kivi_cache *cache);
 /* Empties every sequence; committed moments stay. */
 KIVI_API kivi_status kivi_cache_reset(kivi_cache *cache, kivi_stream stream);
@@ -328,6 +336,7 @@ KIVI_API kivi_status kivi_reserve(kivi_cache *cache, int64_t tokens, kivi_stream
  * [SYNC-1] KIVI_ERROR_CAPACITY, with the lengths taken, names a sequence in which an append found no room
  * on the device and wrote nothing; so until that sequence is reset or replaced. Does nothing on the CPU. */
 KIVI_API kivi_status kivi_synchronize(kivi_cache *cache, kivi_stream stream);
+/* As estimated, plus what kivi_reserve has added. */
 KIVI_API kivi_status kivi_cache_memory(const kivi_cache *cache, kivi_memory *memory, size_t struct_size);
 
 /* ---- Sequences ------------------------------------------------------------------------------------- */
@@ -410,18 +419,19 @@ typedef struct kivi_attend_params {
     const void *reserved[4];   /* masks, ALiBi slopes, position shift, later */
 } kivi_attend_params;
 
+/* Defaults: window_left -1, all else 0. */
 KIVI_API kivi_status kivi_attend_params_init(kivi_attend_params *params, size_t struct_size);
 
 /* Attention of counts[r] queries a row over sink window, pages and tail in one softmax.
- * q [rows, tokens, q_heads, key_dim], out [rows, tokens, q_heads, value_dim], any dtypes. Query head h
- * reads KV head h / (q_heads / kv_heads). [ATTEND-1] Causal, bottom-right: with n cached tokens and c
- * queries, query i stands at position n - c + i (n + i with fresh keys) and sees positions up to its own.
- * [ATTEND-2] A query that sees nothing gives 0 and LSE -infinity. [ATTEND-3] The sink window obeys
- * window_left. [ATTEND-4] A head that sees a non-finite key gives NaN for the queries that see it and
- * nothing else changes. params NULL: defaults. workspace: any alignment, `workspace_bytes` at least
- * kivi_attend_workspace of these shapes. Agrees with double precision on the dequantised cache within
- * 1e-3 (CPU), 3e-3 (CUDA) of the output's norm while scaled scores stay below about 1000; larger ones lose
- * the digits of their differences, since scores are fp32. */
+ * q [rows, tokens, q_heads, key_dim], out [rows, tokens, q_heads, value_dim], any dtypes. Query head h reads
+ * KV head h / (q_heads / kv_heads). [ATTEND-1] Causal, bottom-right: with n cached tokens and c queries,
+ * query i stands at position n - c + i (n + i with fresh keys) and sees positions up to its own. [ATTEND-2]
+ * A query that sees nothing gives 0 and LSE -infinity. [ATTEND-3] The sink window obeys window_left.
+ * [ATTEND-4] A head that sees a non-finite key gives NaN for the queries that see it and nothing else
+ * changes. params NULL: defaults. workspace: any alignment, `workspace_bytes` at least kivi_attend_workspace
+ * of these shapes, else KIVI_ERROR_BUFFER_TOO_SMALL. Agrees with double precision on the dequantised cache
+ * within 1e-3 (CPU), 3e-3 (CUDA) of the output's norm while scaled scores stay below about 1000; larger ones
+ * lose the digits of their differences, since scores are fp32. */
 KIVI_API kivi_status kivi_attend(const kivi_cache *cache, int32_t layer, const kivi_batch *batch,
                                  const kivi_tensor *q, const kivi_tensor *out,
                                  const kivi_attend_params *params, void *workspace, size_t workspace_bytes,
@@ -433,10 +443,11 @@ KIVI_API kivi_status kivi_attend_workspace(const kivi_cache *cache, int32_t laye
                                            int32_t max_count, size_t *bytes);
 
 /* Combines `parts` partial results of the same queries over disjoint keys: out = sum w_i out_i with
- * w_i = exp(lse_i) / sum_j exp(lse_j), computed without overflow. outs[i] [rows, tokens, q_heads, dim] or
- * [tokens, q_heads, dim]; lses[i] f32 without the last size. learned_sinks [q_heads] or NULL belongs to
+ * w_i = exp(lse_i) / sum_j exp(lse_j), computed without overflow. outs[i] [rows, tokens, q_heads, dim]
+ * or [tokens, q_heads, dim]; lses[i] f32 without the last size. learned_sinks [q_heads] or NULL belongs to
  * the last merge only. lse may be NULL. Empty parts (LSE -infinity) do not contribute; all empty: 0 and
- * -infinity. out may be one of outs. [MERGE-1] With one empty part the other returns bit for bit. */
+ * -infinity. out may be one of outs. All tensors are on one device, whose `stream` it is. [MERGE-1] With one
+ * empty part the other returns bit for bit. */
 KIVI_API kivi_status kivi_merge(int32_t parts, const kivi_tensor *outs, const kivi_tensor *lses,
                                 const float *learned_sinks, const kivi_tensor *out, const kivi_tensor *lse,
                                 kivi_stream stream);
@@ -448,14 +459,17 @@ enum kivi_dequantize_flags {
 };
 
 /* Writes tokens begin .. end - 1 of one sequence as attend reads them. k [tokens, kv_heads, key_dim],
- * v [tokens, kv_heads, value_dim]; either may be NULL. Not for the hot path. */
+ * v [tokens, kv_heads, value_dim], end - begin tokens, any dtype; either may be NULL. Not for the hot
+ * path. */
 KIVI_API kivi_status kivi_dequantize(const kivi_cache *cache, int32_t layer, int32_t sequence, int64_t begin,
                                      int64_t end, const kivi_tensor *k, const kivi_tensor *v, uint64_t flags,
                                      kivi_stream stream);
 
 /* One sequence, all layers, as a self-describing, versioned, checksummed blob in the canonical order of
- * core/FORMAT.md: the same bytes from every backend. The buffers are host memory; both calls wait for
- * the stream. [EXPORT-1] kivi_export_size is exact. All layers must have the same length. */
+ * core/FORMAT.md: the same bytes from every backend. The buffers are host memory; both calls wait for the
+ * stream. [EXPORT-1] kivi_export_size is exact; a larger buffer is filled as far as that, and *written says
+ * it. KIVI_ERROR_BUFFER_TOO_SMALL for a smaller one, KIVI_ERROR_STATE unless all layers have the same
+ * length. */
 KIVI_API kivi_status kivi_export_size(const kivi_cache *cache, int32_t sequence, size_t *bytes);
 KIVI_API kivi_status kivi_export(const kivi_cache *cache, int32_t sequence, void *buffer, size_t bytes,
                                  size_t *written, kivi_stream stream);
@@ -482,7 +496,8 @@ KIVI_API kivi_status kivi_moments_set(kivi_cache *cache, int32_t layer, const ki
 /* Factors the layer's moments (in double, on the host) and uses them from now on. [MOMENTS-1] Only while
  * nothing of the layer is packed; KIVI_ERROR_STATE after that, or without moments. Waits for the stream. */
 KIVI_API kivi_status kivi_moments_commit(kivi_cache *cache, int32_t layer, kivi_stream stream);
-/* Committed moments as a blob: basis, matrices, coding order and feedback table. */
+/* Committed moments as a blob in host memory: basis, matrices, coding order and feedback table. The size is
+ * exact. KIVI_ERROR_STATE without committed moments, KIVI_ERROR_BUFFER_TOO_SMALL for a smaller buffer. */
 KIVI_API kivi_status kivi_moments_export_size(const kivi_cache *cache, int32_t layer, size_t *bytes);
 KIVI_API kivi_status kivi_moments_export(const kivi_cache *cache, int32_t layer, void *buffer, size_t bytes,
                                          size_t *written);
@@ -526,9 +541,10 @@ typedef struct kivi_probe_result {
     double sparsity;           /* share of exact weights below 1 % of their row's maximum */
 } kivi_probe_result;
 
+/* Defaults: specs and windows of the preset k3v2, f16 windows, window_left -1, all else 0. */
 KIVI_API kivi_status kivi_probe_params_init(kivi_probe_params *params, size_t struct_size);
-/* Double precision on the CPU. total, and per_head [kv_heads] (NULL: not wanted), are arrays of structs
- * of `struct_size` bytes each. */
+/* Double precision on the CPU, in the calling thread. total, and per_head [kv_heads] (NULL: not wanted), are
+ * arrays of structs of `struct_size` bytes each. */
 KIVI_API kivi_status kivi_probe(const kivi_probe_params *params, kivi_probe_result *total,
                                 kivi_probe_result *per_head, size_t struct_size);
 

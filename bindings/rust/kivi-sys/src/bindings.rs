@@ -137,6 +137,7 @@ impl Default for kivi_batch {
     }
 }
 extern "C" {
+    #[doc = "```text\nAll zero, but for the size.\n```"]
     pub fn kivi_batch_init(batch: *mut kivi_batch, struct_size: usize) -> kivi_status;
 }
 #[doc = "```text\na group is one channel over `group` consecutive tokens\n```"]
@@ -346,6 +347,7 @@ impl Default for kivi_preset {
     }
 }
 extern "C" {
+    #[doc = "```text\nPresets of this library, and number `index` of them, from 0 on.\n```"]
     pub fn kivi_preset_count() -> i32;
 }
 extern "C" {
@@ -412,6 +414,7 @@ extern "C" {
     pub fn kivi_device_count(device: i32, count: *mut i32) -> kivi_status;
 }
 extern "C" {
+    #[doc = "```text\nKIVI_ERROR_NO_DEVICE if device_id is not below that count. For KIVI_CUDA in a build without CUDA: KIVI_OK\nwith available 0 and the reason.\n```"]
     pub fn kivi_device_query(
         device: i32,
         device_id: i32,
@@ -524,6 +527,7 @@ const _: () = {
     ["Offset of field: kivi_memory::layout_id"][::core::mem::offset_of!(kivi_memory, layout_id) - 72usize];
 };
 extern "C" {
+    #[doc = "```text\nWhat create would take for this config. Refuses what create refuses.\n```"]
     pub fn kivi_cache_estimate(
         config: *const kivi_config,
         memory: *mut kivi_memory,
@@ -531,11 +535,11 @@ extern "C" {
     ) -> kivi_status;
 }
 extern "C" {
-    #[doc = "```text\n[CREATE-1] Anything that is not supported is refused here with a sentence that names the rule; nothing\nis refused later for its configuration. *cache is NULL after a failure.\n```"]
+    #[doc = "```text\n[CREATE-1] Anything that is not supported is refused here with a sentence that names the rule; nothing\nis refused later for its configuration. The memory of kivi_cache_estimate is allocated here:\nKIVI_ERROR_OUT_OF_MEMORY if there is not enough; KIVI_ERROR_NO_DEVICE if device_id does not exist. *cache is\nthe caller's, who destroys it; NULL after a failure.\n```"]
     pub fn kivi_cache_create(config: *const kivi_config, cache: *mut *mut kivi_cache) -> kivi_status;
 }
 extern "C" {
-    #[doc = "```text\nAccepts NULL. [DESTROY-1] A handle that was destroyed before is ignored. May wait for queued work.\n```"]
+    #[doc = "```text\nAccepts NULL. [DESTROY-1] A handle that was destroyed before is ignored. Waits for calls in progress; may\nwait for queued work.\n```"]
     pub fn kivi_cache_destroy(cache: *mut kivi_cache);
 }
 extern "C" {
@@ -551,6 +555,7 @@ extern "C" {
     pub fn kivi_synchronize(cache: *mut kivi_cache, stream: kivi_stream) -> kivi_status;
 }
 extern "C" {
+    #[doc = "```text\nAs estimated, plus what kivi_reserve has added.\n```"]
     pub fn kivi_cache_memory(
         cache: *const kivi_cache,
         memory: *mut kivi_memory,
@@ -744,10 +749,11 @@ impl Default for kivi_attend_params {
     }
 }
 extern "C" {
+    #[doc = "```text\nDefaults: window_left -1, all else 0.\n```"]
     pub fn kivi_attend_params_init(params: *mut kivi_attend_params, struct_size: usize) -> kivi_status;
 }
 extern "C" {
-    #[doc = "```text\nAttention of counts[r] queries a row over sink window, pages and tail in one softmax.\nq [rows, tokens, q_heads, key_dim], out [rows, tokens, q_heads, value_dim], any dtypes. Query head h\nreads KV head h / (q_heads / kv_heads). [ATTEND-1] Causal, bottom-right: with n cached tokens and c\nqueries, query i stands at position n - c + i (n + i with fresh keys) and sees positions up to its own.\n[ATTEND-2] A query that sees nothing gives 0 and LSE -infinity. [ATTEND-3] The sink window obeys\nwindow_left. [ATTEND-4] A head that sees a non-finite key gives NaN for the queries that see it and\nnothing else changes. params NULL: defaults. workspace: any alignment, `workspace_bytes` at least\nkivi_attend_workspace of these shapes. Agrees with double precision on the dequantised cache within\n1e-3 (CPU), 3e-3 (CUDA) of the output's norm while scaled scores stay below about 1000; larger ones lose\nthe digits of their differences, since scores are fp32.\n```"]
+    #[doc = "```text\nAttention of counts[r] queries a row over sink window, pages and tail in one softmax.\nq [rows, tokens, q_heads, key_dim], out [rows, tokens, q_heads, value_dim], any dtypes. Query head h reads\nKV head h / (q_heads / kv_heads). [ATTEND-1] Causal, bottom-right: with n cached tokens and c queries,\nquery i stands at position n - c + i (n + i with fresh keys) and sees positions up to its own. [ATTEND-2]\nA query that sees nothing gives 0 and LSE -infinity. [ATTEND-3] The sink window obeys window_left.\n[ATTEND-4] A head that sees a non-finite key gives NaN for the queries that see it and nothing else\nchanges. params NULL: defaults. workspace: any alignment, `workspace_bytes` at least kivi_attend_workspace\nof these shapes, else KIVI_ERROR_BUFFER_TOO_SMALL. Agrees with double precision on the dequantised cache\nwithin 1e-3 (CPU), 3e-3 (CUDA) of the output's norm while scaled scores stay below about 1000; larger ones\nlose the digits of their differences, since scores are fp32.\n```"]
     pub fn kivi_attend(
         cache: *const kivi_cache,
         layer: i32,
@@ -771,7 +777,7 @@ extern "C" {
     ) -> kivi_status;
 }
 extern "C" {
-    #[doc = "```text\nCombines `parts` partial results of the same queries over disjoint keys: out = sum w_i out_i with\nw_i = exp(lse_i) / sum_j exp(lse_j), computed without overflow. outs[i] [rows, tokens, q_heads, dim] or\n[tokens, q_heads, dim]; lses[i] f32 without the last size. learned_sinks [q_heads] or NULL belongs to\nthe last merge only. lse may be NULL. Empty parts (LSE -infinity) do not contribute; all empty: 0 and\n-infinity. out may be one of outs. [MERGE-1] With one empty part the other returns bit for bit.\n```"]
+    #[doc = "```text\nCombines `parts` partial results of the same queries over disjoint keys: out = sum w_i out_i with\nw_i = exp(lse_i) / sum_j exp(lse_j), computed without overflow. outs[i] [rows, tokens, q_heads, dim]\nor [tokens, q_heads, dim]; lses[i] f32 without the last size. learned_sinks [q_heads] or NULL belongs to\nthe last merge only. lse may be NULL. Empty parts (LSE -infinity) do not contribute; all empty: 0 and\n-infinity. out may be one of outs. All tensors are on one device, whose `stream` it is. [MERGE-1] With one\nempty part the other returns bit for bit.\n```"]
     pub fn kivi_merge(
         parts: i32,
         outs: *const kivi_tensor,
@@ -786,7 +792,7 @@ extern "C" {
 pub const KIVI_STORED_BASIS: kivi_dequantize_flags = 1;
 pub type kivi_dequantize_flags = ::core::ffi::c_uint;
 extern "C" {
-    #[doc = "```text\nWrites tokens begin .. end - 1 of one sequence as attend reads them. k [tokens, kv_heads, key_dim],\nv [tokens, kv_heads, value_dim]; either may be NULL. Not for the hot path.\n```"]
+    #[doc = "```text\nWrites tokens begin .. end - 1 of one sequence as attend reads them. k [tokens, kv_heads, key_dim],\nv [tokens, kv_heads, value_dim], end - begin tokens, any dtype; either may be NULL. Not for the hot\npath.\n```"]
     pub fn kivi_dequantize(
         cache: *const kivi_cache,
         layer: i32,
@@ -800,7 +806,7 @@ extern "C" {
     ) -> kivi_status;
 }
 extern "C" {
-    #[doc = "```text\nOne sequence, all layers, as a self-describing, versioned, checksummed blob in the canonical order of\ncore/FORMAT.md: the same bytes from every backend. The buffers are host memory; both calls wait for\nthe stream. [EXPORT-1] kivi_export_size is exact. All layers must have the same length.\n```"]
+    #[doc = "```text\nOne sequence, all layers, as a self-describing, versioned, checksummed blob in the canonical order of\ncore/FORMAT.md: the same bytes from every backend. The buffers are host memory; both calls wait for the\nstream. [EXPORT-1] kivi_export_size is exact; a larger buffer is filled as far as that, and *written says\nit. KIVI_ERROR_BUFFER_TOO_SMALL for a smaller one, KIVI_ERROR_STATE unless all layers have the same\nlength.\n```"]
     pub fn kivi_export_size(cache: *const kivi_cache, sequence: i32, bytes: *mut usize) -> kivi_status;
 }
 extern "C" {
@@ -848,7 +854,7 @@ extern "C" {
     pub fn kivi_moments_commit(cache: *mut kivi_cache, layer: i32, stream: kivi_stream) -> kivi_status;
 }
 extern "C" {
-    #[doc = "```text\nCommitted moments as a blob: basis, matrices, coding order and feedback table.\n```"]
+    #[doc = "```text\nCommitted moments as a blob in host memory: basis, matrices, coding order and feedback table. The size is\nexact. KIVI_ERROR_STATE without committed moments, KIVI_ERROR_BUFFER_TOO_SMALL for a smaller buffer.\n```"]
     pub fn kivi_moments_export_size(cache: *const kivi_cache, layer: i32, bytes: *mut usize) -> kivi_status;
 }
 extern "C" {
@@ -988,10 +994,11 @@ const _: () = {
         [::core::mem::offset_of!(kivi_probe_result, sparsity) - 64usize];
 };
 extern "C" {
+    #[doc = "```text\nDefaults: specs and windows of the preset k3v2, f16 windows, window_left -1, all else 0.\n```"]
     pub fn kivi_probe_params_init(params: *mut kivi_probe_params, struct_size: usize) -> kivi_status;
 }
 extern "C" {
-    #[doc = "```text\nDouble precision on the CPU. total, and per_head [kv_heads] (NULL: not wanted), are arrays of structs\nof `struct_size` bytes each.\n```"]
+    #[doc = "```text\nDouble precision on the CPU, in the calling thread. total, and per_head [kv_heads] (NULL: not wanted), are\narrays of structs of `struct_size` bytes each.\n```"]
     pub fn kivi_probe(
         params: *const kivi_probe_params,
         total: *mut kivi_probe_result,
