@@ -54,6 +54,13 @@ const kivi_preset* find_preset(const char* name) {
     return nullptr;
 }
 
-const char* preset_names() { return "k3v2, kivi2-sink, k4v2, kivi4, kivi2-paper and f16"; }
+std::string preset_names() {
+    std::string names;
+    for (int i = 0; i < preset_count(); i++) {
+        if (i > 0) names += i + 1 < preset_count() ? ", " : " and ";
+        names += kPresets[i].name;
+    }
+    return names;
+}
 
 }  // namespace kivi

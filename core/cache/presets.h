@@ -1,5 +1,7 @@
 // The presets: named, versioned pairs of specs with windows.
 #pragma once
+#include <string>
+
 #include "kivi/kivi.h"
 
 namespace kivi {
@@ -9,7 +11,7 @@ int preset_count();
 const kivi_preset& preset_at(int index);
 // NULL: no preset of that name.
 const kivi_preset* find_preset(const char* name);
-// "k3v2, kivi2-sink, ...", for sentences.
-const char* preset_names();
+// "k3v2, kivi2-sink, ... and f16", for sentences.
+std::string preset_names();
 
 }  // namespace kivi
