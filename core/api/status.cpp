@@ -1,7 +1,6 @@
 // Names of the statuses, the thread's last error, and the floating-point environment.
 #include "api/status.h"
 
-#include <cstdint>
 #include <cstdio>
 #include <exception>
 #include <new>

@@ -1,8 +1,6 @@
 // What every entry point of the C API shares: the floating-point environment of the numeric contract, and
 // the translation of whatever the core throws into a status and this thread's last error.
 #pragma once
-#include <string>
-
 #include "kivi/kivi.h"
 
 namespace kivi {

@@ -128,9 +128,9 @@ class Backend {
 
     // Adds the rows' queries to the moment sums of the layer.
     virtual void accumulate_moments(int layer, Rows rows, const View& q, kivi_stream stream) = 0;
-    // Sum of q q' over `queries` query rows of each KV head, stored basis, [kv_heads][dim][dim].
-    virtual void read_moments(int layer, float* sums) const = 0;
-    virtual void write_moments(int layer, const float* sums) = 0;
+    // The layer's matrices, [kv_heads][dim][dim], stored basis: sums of q q' as accumulated, or what was written.
+    virtual void read_moments(int layer, float* matrices) const = 0;
+    virtual void write_moments(int layer, const float* matrices) = 0;
     // Encoder tables, one per KV head, which the caller keeps until the next call; empty: nearest rounding.
     virtual void set_feedback(int layer, const std::vector<Feedback>& heads) = 0;
     // The caller's memory on the device to the host, after what is queued on the stream.

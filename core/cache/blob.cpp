@@ -60,13 +60,13 @@ void match_spec(int32_t layer, ByteReader& from, const kivi_spec& spec, const ch
 // Numbers of a damaged group are the one NaN, both of them; all others are finite, without a sign where it
 // has no meaning.
 bool sound_f32(uint32_t scale, uint32_t min) {
-    constexpr uint32_t kNaN = 0x7FC00000, kInfinity = 0x7F800000, kSign = 0x80000000;
-    if (scale == kNaN || min == kNaN) return scale == min;
+    constexpr uint32_t kInfinity = 0x7F800000, kSign = 0x80000000;
+    if (scale == kNanF32 || min == kNanF32) return scale == min;
     return scale < kInfinity && (min & ~kSign) < kInfinity && min != kSign;
 }
 bool sound_f16(uint16_t scale, uint16_t min) {
-    constexpr uint16_t kNaN = 0x7E00, kInfinity = 0x7C00, kSign = 0x8000;
-    if (scale == kNaN || min == kNaN) return scale == min;
+    constexpr uint16_t kInfinity = 0x7C00, kSign = 0x8000;
+    if (scale == kNanF16 || min == kNanF16) return scale == min;
     return scale < kInfinity && (min & ~kSign) < kInfinity && min != kSign;
 }
 

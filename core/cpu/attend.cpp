@@ -36,8 +36,6 @@ float soft_cap(const AttendCall& call) {
     return call.soft_cap > 0 ? std::min(std::max(call.soft_cap, 0x1p-60f), 0x1p60f) : 0;
 }
 
-bool rotated(const TensorStore& store) { return store.spec.transform == KIVI_TRANSFORM_HADAMARD; }
-
 // x <- H x; a row of a dim that the kernels do not take goes the plain way.
 void rotate(float* x, int dim, const Kernels& kernels) {
     if (dim % kLanes == 0) {
@@ -268,7 +266,7 @@ class Item {
             for (int c = keys.dim; c < plan_.key_dim; ++c) q[c] = 0;
             float* turned = scratch_.q + r * plan_.key_dim;
             std::memcpy(turned, q, sizeof(float) * plan_.key_dim);
-            if (rotated(keys)) rotate(turned, keys.dim, plan_.kernels);
+            if (keys.rotated()) rotate(turned, keys.dim, plan_.kernels);
         }
     }
 
@@ -482,7 +480,7 @@ void finish(const Plan& plan, const AttendCall& call, const Row& row, int kv_hea
     float* out = part + kLanes;
     const float* fresh = out + plan.value_dim;
     for (int c = 0; c < values.dim; ++c) out[c] *= weight;
-    if (rotated(values)) rotate(out, values.dim, plan.kernels);
+    if (values.rotated()) rotate(out, values.dim, plan.kernels);
     if (call.v) {
         for (int c = 0; c < values.dim; ++c) out[c] += weight * fresh[c];
     }

@@ -47,13 +47,13 @@ void stored_row(const TensorStore& store, const Row& row, int head, int64_t posi
 
 void dequantize(const TensorStore& store, const Row& row, int64_t begin, int64_t end, const View& view,
                 bool stored_basis) {
-    const bool rotated = store.spec.transform == KIVI_TRANSFORM_HADAMARD && !stored_basis;
+    const bool rotate_back = store.rotated() && !stored_basis;
     std::vector<float> x(store.dim);
     std::vector<double> wide(store.dim);
     for (int64_t position = begin; position < end; ++position) {
         for (int head = 0; head < store.heads; ++head) {
             stored_row(store, row, head, position, x.data());
-            if (rotated) {
+            if (rotate_back) {
                 wide.assign(x.begin(), x.end());
                 hadamard(wide.data(), store.dim);
                 x.assign(wide.begin(), wide.end());

@@ -9,7 +9,6 @@
 // Rows are the query rows of one KV head, up to kBlockRows. Scores are kept in log2 units: the caller has
 // folded scale * log2(e) into q. Dims are multiples of 16 here; callers pad what is not.
 #pragma once
-#include <cstddef>
 #include <cstdint>
 
 #include "format/model.h"

@@ -19,8 +19,8 @@ HWY_INLINE int LinesOf(int64_t row_bytes, int t) {
     return static_cast<int>((t + 1) * row_bytes / 64 - t * row_bytes / 64);
 }
 
-constexpr int kScoreTokens = 4;                    // tokens of a tile: Sum4 adds their lanes together
-constexpr int kMixVectors = N == 16 ? 4 : 2;
+constexpr int kScoreTokens = 4;               // tokens of a tile: Reduce4 adds the lanes of each
+constexpr int kMixVectors = N == 16 ? 4 : 2;  // of channels, whose sums stay in registers
 
 // Scores of kScoreTokens tokens and R query rows.
 template <int R, class Load>

@@ -1,6 +1,5 @@
 // One block of memory of the cache: aligned to cache lines, backed by huge pages where that pays.
 #pragma once
-#include <cstddef>
 #include <cstdint>
 
 namespace kivi::cpu {

@@ -18,14 +18,13 @@ void add_outer_product(const float* q, int dim, float* sums) {
 void accumulate_moments(const LayerStore& layer, Rows rows, const View& q, int kv_head, float* sums) {
     const int dim = layer.key.dim;
     const int ratio = layer.shape.q_heads / layer.shape.kv_heads;
-    const bool rotate = layer.key.spec.transform == KIVI_TRANSFORM_HADAMARD;
     float x[kMaxDim];
     for (const Row& row : rows) {
         for (int64_t token = 0; token < row.count; ++token) {
             for (int head = kv_head * ratio; head < (kv_head + 1) * ratio; ++head) {
                 const int64_t at = origin(q, row) + token * q.token_stride + head * q.head_stride;
                 for (int c = 0; c < dim; ++c) x[c] = load_element(q.data, q.dtype, at + c);
-                if (rotate) hadamard(x, dim);
+                if (layer.key.rotated()) hadamard(x, dim);
                 add_outer_product(x, dim, sums);
             }
         }

@@ -26,8 +26,6 @@ struct Query {
     double acc[kMaxDim];
 };
 
-bool rotated(const TensorStore& store) { return store.spec.transform == KIVI_TRANSFORM_HADAMARD; }
-
 // [ATTEND-1]: bottom-right causal, window_left keys to the left of the query itself.
 void set_range(const AttendCall& call, const Row& row, Query& query) {
     const int64_t cached = row.after.length;
@@ -39,7 +37,7 @@ void load_query(const LayerStore& layer, const AttendCall& call, const Row& row,
     const int64_t at =
         origin(call.q, row) + query.token * call.q.token_stride + query.head * call.q.head_stride;
     for (int c = 0; c < layer.key.dim; ++c) query.q[c] = load_element(call.q.data, call.q.dtype, at + c);
-    if (rotated(layer.key)) hadamard(query.q, layer.key.dim);
+    if (layer.key.rotated()) hadamard(query.q, layer.key.dim);
     std::fill(query.acc, query.acc + layer.value.dim, 0.0);
 }
 
@@ -47,7 +45,7 @@ void load_fresh(const TensorStore& store, const View& view, const Row& row, int 
                 double* x) {
     const int64_t at = origin(view, row) + token * view.token_stride + head * view.head_stride;
     for (int c = 0; c < store.dim; ++c) x[c] = load_element(view.data, view.dtype, at + c);
-    if (rotated(store)) hadamard(x, store.dim);
+    if (store.rotated()) hadamard(x, store.dim);
 }
 
 void load_key_or_value(const TensorStore& store, const View& fresh, const Row& row, int head,
@@ -103,7 +101,7 @@ void finish(const LayerStore& layer, const AttendCall& call, const Row& row, Que
     if (!empty) {
         for (int c = 0; c < dim; ++c) query.acc[c] /= total;
     }
-    if (rotated(layer.value)) hadamard(query.acc, dim);
+    if (layer.value.rotated()) hadamard(query.acc, dim);
     const int64_t at =
         origin(call.out, row) + query.token * call.out.token_stride + query.head * call.out.head_stride;
     for (int c = 0; c < dim; ++c) {

@@ -5,7 +5,6 @@
 //   tail   [sequence][head][slot][dim], slot = (position - S) mod tail_rows   window_dtype
 //   pages  [block][head][page bytes]; K part, then V part (part_offset)
 #pragma once
-#include <cstddef>
 #include <cstdint>
 
 #include "cpu/page_order.h"
@@ -31,6 +30,7 @@ struct TensorStore {
     int64_t page_bytes = 0;    // K part + V part
     int64_t part_offset = 0;   // of this tensor inside a page
 
+    bool rotated() const { return spec.transform == KIVI_TRANSFORM_HADAMARD; }
     int64_t row_bytes() const { return dim * static_cast<int64_t>(dtype_bytes(window_dtype)); }
     int64_t tail_slot(int64_t position) const { return (position - windows.sink) % tail_rows; }
 

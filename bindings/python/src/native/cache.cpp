@@ -42,7 +42,7 @@ py::bytes filled_bytes(size_t size, Write&& write) {
     return written == size ? bytes : py::bytes(PyBytes_AS_STRING(object), written);
 }
 
-uint64_t dequantize_flags(bool stored_basis) { return stored_basis ? KIVI_STORED_BASIS : 0; }
+uint64_t basis_flags(bool stored_basis) { return stored_basis ? KIVI_STORED_BASIS : 0; }
 
 }  // namespace
 
@@ -270,7 +270,7 @@ py::tuple Cache::dequantize(int32_t layer, int32_t sequence, int64_t begin, py::
     const OptionalTensor values("v", v, Access::write, on);
     run([&](kivi_cache* cache) {
         return kivi_dequantize(cache, layer, sequence, begin, last, keys.get(), values.get(),
-                               dequantize_flags(stored_basis), on);
+                               basis_flags(stored_basis), on);
     });
     return py::make_tuple(k, v);
 }
@@ -304,7 +304,7 @@ void Cache::moments_set(int32_t layer, py::object m, bool stored_basis, py::obje
     void* const on = stream_of(stream);
     const Tensor moments("m", m, Access::read, on);
     run([&](kivi_cache* cache) {
-        return kivi_moments_set(cache, layer, moments.get(), dequantize_flags(stored_basis), on);
+        return kivi_moments_set(cache, layer, moments.get(), basis_flags(stored_basis), on);
     });
 }
 
