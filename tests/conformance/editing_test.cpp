@@ -1,5 +1,4 @@
 // Section C of the public faults: histories of a cache, several queries at once, windows and masks.
-#include <cmath>
 
 #include "support/cache.h"
 #include "support/oracle.h"

@@ -1,6 +1,5 @@
 // Section G of the public faults: full caches, dead handles, accounting, and what is refused when.
 #include <atomic>
-#include <cmath>
 #include <thread>
 
 #include "support/cache.h"

@@ -1,5 +1,4 @@
 // Sections E and F of the public faults: determinism, saving and loading, and what a shard is.
-#include <cmath>
 
 #include "support/cache.h"
 #include "support/oracle.h"

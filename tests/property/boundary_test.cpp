@@ -1,6 +1,5 @@
 // Lengths and chunkings around every boundary: T in {0, 1, G-1, G, G+1, W-1, W, W+1, W+G-1, W+G, W+G+1,
 // 10G+7}, in one call, token by token, 7 at a time and a group at a time.
-#include <algorithm>
 
 #include "property/random_case.h"
 #include "support/oracle.h"

@@ -1,7 +1,5 @@
 // [FAIL-1] A failed call changes nothing: every failing call that can be made, against the whole visible
 // state.
-#include <algorithm>
-#include <cstring>
 #include <functional>
 
 #include "property/random_case.h"

@@ -1,7 +1,6 @@
 // The published schedule against a restatement of the published algorithm (arXiv 2402.02750, section 4),
 // token by token: queues of full-precision rows that are quantised as the paper's code does it, attend
 // before quantise.
-#include <cmath>
 
 #include "property/random_case.h"
 #include "support/oracle.h"

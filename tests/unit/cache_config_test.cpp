@@ -1,7 +1,6 @@
 // Every rule of kivi_config is refused by its own sentence. [CREATE-1] [SUPPORT-1] [FAIL-2]
 #include "cache_support.h"
 
-#include <cmath>
 #include <functional>
 #include <limits>
 
@@ -252,7 +251,7 @@ TEST_CASE("fault 43: a config serves two caches and is not written") {
     CHECK(std::memcmp(&config, &before, sizeof config) == 0);
 }
 
-TEST_CASE("presets are those of the design, with their bits per element") {
+TEST_CASE("presets, with their bits per element") {
     const std::pair<const char*, double> presets[] = {{"k3v2", 3.0},  {"kivi2-sink", 3.0},  {"k4v2", 3.5},
                                                       {"kivi4", 5.0}, {"kivi2-paper", 3.0}, {"f16", 16.0}};
     REQUIRE(kivi_preset_count() == 6);

@@ -2,10 +2,8 @@
 #include <doctest/doctest.h>
 
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <random>
-#include <string>
 #include <vector>
 
 #include "backend/backend.h"

@@ -1,8 +1,6 @@
 // Byte counts against the arithmetic of FORMAT.md and the figures published for the scheme; blob checksum.
 #include <doctest/doctest.h>
 
-#include <cstring>
-#include <string>
 #include <vector>
 
 #include "format/checksum.h"
