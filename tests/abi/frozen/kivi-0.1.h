@@ -35,7 +35,8 @@
  *              itself. [THREAD-1] A call that finds the cache in conflicting use returns
  *              KIVI_ERROR_STATE and does nothing.
  *   Hot path   append, flush and attend never allocate, never wait for the device and read no device
- *              memory on the host.
+ *              memory on the host. One exception: on CUDA a thread's first attend with more rows than
+ *              it had before takes host memory, about 100 bytes a row.
  *
  * Shapes are written [rows, tokens, heads, dim]; sizes and strides count elements, memory counts bytes.
  * Positions count from 0, per sequence. SPDX-License-Identifier: Apache-2.0
