@@ -140,8 +140,8 @@ void token_params(const TensorStore& store, const float* rows, const UnitPart& a
     }
 }
 
-// A tile's lines on the token axis: x, and parameters, of the first token that is there. Not inlined: parameters
-// are then operands in memory, and do not fight for registers with those of other tiles.
+// A tile's lines on the token axis; `x` is the row of the first token that is there, codes_at(y, t) the codes of y,
+// some channels of token t, counted from there.
 template <int kBits, bool kWhole, class CodesAt>
 HWY_INLINE Lines token_tile(const float* HWY_RESTRICT x, int dim, int begin, int tokens, CodesAt codes_at) {
     return build_lines<kBits>([&](int token) {
@@ -151,6 +151,8 @@ HWY_INLINE Lines token_tile(const float* HWY_RESTRICT x, int dim, int begin, int
     });
 }
 
+// Not inlined, nor exact_tile: parameters are then operands in memory, and do not fight for registers with those of
+// other tiles.
 template <int kBits, bool kWhole>
 HWY_NOINLINE Lines quick_tile(const float* HWY_RESTRICT x, int dim, const UnitPart& at,
                               const float* HWY_RESTRICT inverse, const float* HWY_RESTRICT min,

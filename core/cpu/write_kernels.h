@@ -65,7 +65,7 @@ struct InputRows {
 
 struct RowKernels {
     // `count` stored rows in fp32. False: a value is not finite, saturates or is huge, and the plain path must
-    // take these rows.
+    // take these rows. Fetches lines_a_row lines ahead for each row.
     bool (*take)(const InputRows& input, int count, int dim, int32_t transform, int32_t window_dtype,
                  float* x, RowsAhead& ahead, int lines_a_row);
     // From memory in the window dtype. False: a value is not finite (x is right all the same).
