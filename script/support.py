@@ -73,7 +73,7 @@ def path(**changes):
 def support():
     device = next(d for d in kivi.devices() if d.device == "cpu")
     lines = [
-        f"Which code attends on the CPU, by head dim (`kivi_query_support`): *fast* multiplies the codes themselves, *general* "
+        "Which code attends on the CPU, by head dim (`kivi_query_support`): *fast* multiplies the codes themselves, *general* "
         "unpacks first and is right for everything. Any ratio of query heads to KV heads, f32, f16 and bf16 in and out.",
         "",
         "| | " + " | ".join(str(d) for d in HEAD_DIMS) + " |",

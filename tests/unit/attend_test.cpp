@@ -14,24 +14,15 @@
 #include "cpu/cpu_backend.h"
 #include "cpu/simd.h"
 #include "format/half.h"
+#include "spec_support.h"
 
 using namespace kivi;
+using kivi_test::make_spec;
 using cpu::simd::Target;
 
 namespace {
 
 constexpr int C = KIVI_AXIS_CHANNEL, T = KIVI_AXIS_TOKEN, H = KIVI_TRANSFORM_HADAMARD;
-
-kivi_spec make_spec(int bits, int axis, int group, int transform, int32_t param_dtype = KIVI_F16) {
-    kivi_spec spec{};
-    spec.bits = bits;
-    spec.transform = transform;
-    if (bits == 16) return spec;
-    spec.axis = axis;
-    spec.group = group;
-    spec.param_dtype = param_dtype;
-    return spec;
-}
 
 struct Shape {
     kivi_spec k, v;

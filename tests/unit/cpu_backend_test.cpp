@@ -12,21 +12,12 @@
 #include "format/half.h"
 #include "format/layout.h"
 #include "format/policy.h"
+#include "spec_support.h"
 
 using namespace kivi;
+using kivi_test::make_spec;
 
 namespace {
-
-kivi_spec make_spec(int bits, int axis, int group, int transform) {
-    kivi_spec spec{};
-    spec.bits = bits;
-    spec.transform = transform;
-    if (bits == 16) return spec;
-    spec.axis = axis;
-    spec.group = group;
-    spec.param_dtype = KIVI_F16;
-    return spec;
-}
 
 Model make_model(const kivi_spec& k, const kivi_spec& v, int key_dim, int value_dim, int32_t window_dtype) {
     Model model;

@@ -287,7 +287,7 @@ def test_outputs_of_a_foreign_library(cache, kv, q):
         cache.attend(0, ForeignArray(q))
 
 
-def test_no_array_is_kept_after_a_call(cache, kv, q):
+def test_no_array_is_kept_after_a_call(cache, kv):
     class Watched(numpy.ndarray):
         pass
 

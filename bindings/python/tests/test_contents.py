@@ -70,6 +70,7 @@ def test_dequantize_ranges_and_outputs(cache, rng):
     k, v = cache.dequantize(0, 0)
     part_k, part_v = cache.dequantize(0, 0, 50, 250)
     numpy.testing.assert_array_equal(part_k, k[50:250])
+    numpy.testing.assert_array_equal(part_v, v[50:250])
     only_v = numpy.zeros((20, 2, 64), numpy.float32)
     nothing, same = cache.dequantize(0, 0, 280, v=only_v)
     assert nothing is None and same is only_v

@@ -5,7 +5,6 @@ import threading
 import time
 
 import numpy
-import pytest
 
 import kivi
 from reference import attention, error
