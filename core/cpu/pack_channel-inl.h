@@ -116,20 +116,26 @@ HWY_INLINE void merge_blocks(const VU* x, VU* merged) {
 template <int kBits, class CodesAt>
 HWY_INLINE void channel_tile(const float* HWY_RESTRICT rows, int dim, int tile, const TileLines<kBits>& lines,
                              CodesAt codes_at) {
-    VU first[4], second[4];
-    for (int c = tile * kTile; c < (tile + 1) * kTile; c += kLanes) {
+    const int begin = tile * kTile;
+    const auto lines_of = [&](int token, int c) HWY_ATTR {
+        VU codes[4];
         HWY_UNROLL(4)
-        for (int i = 0; i < 4; ++i) {
-            VU codes[4];
-            HWY_UNROLL(4)
-            for (int t = 0; t < 4; ++t) {
-                codes[t] = codes_at(hn::LoadU(F32(), rows + static_cast<int64_t>(4 * i + t) * dim + c), c);
-            }
-            const Lines four = four_token_lines<kBits>(codes, c);
-            const bool more = c % kTile != 0;
-            first[i] = more ? hn::Or(first[i], four.first) : four.first;
-            second[i] = more ? hn::Or(second[i], four.second) : four.second;
+        for (int t = 0; t < 4; ++t) {
+            codes[t] = codes_at(hn::LoadU(F32(), rows + static_cast<int64_t>(token + t) * dim + c), c);
         }
+        return four_token_lines<kBits>(codes, c);
+    };
+    VU first[4], second[4];
+    HWY_UNROLL(4)
+    for (int i = 0; i < 4; ++i) {
+        Lines sum = lines_of(4 * i, begin);
+        for (int c = begin + kLanes; c < begin + kTile; c += kLanes) {
+            const Lines more = lines_of(4 * i, c);
+            sum.first = hn::Or(sum.first, more.first);
+            sum.second = hn::Or(sum.second, more.second);
+        }
+        first[i] = sum.first;
+        second[i] = sum.second;
     }
     VU merged_first[4], merged_second[4];
     merge_blocks(first, merged_first);
