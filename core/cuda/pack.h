@@ -1,0 +1,13 @@
+// Packing of prompts on layers whose pages stand in the fragment order: what write.cu calls.
+#pragma once
+#include "cuda/launch.h"
+
+namespace kivi::cuda {
+
+void prepare_pack();  // once a device: limits of shared memory
+
+// Whether an append of many tokens can be taken: f16 rows and windows, min-max ranges, aligned rows.
+bool pack_takes(const WriteArgs& args);
+void pack(const WriteArgs& args, Stream stream);
+
+}  // namespace kivi::cuda

@@ -1,0 +1,106 @@
+// Codes without a division and without a branch, and their places in the words of the fragment order.
+//
+// A code is the nearest integer, ties to even, of the fp32 quotient (y - min) / scale. Scales are f16, so a tie
+// (k + 1/2) * scale has at most 15 significant bits and is an fp32 number. A difference y - min that is not equal to it
+// is an fp32 number beside it, at least 2^-24 of itself away: its quotient stays on its side of the tie when rounded to
+// fp32, and so does anything nearer to the quotient than that. The reciprocal as a sum of two fp32 numbers gives it
+// within 2^-46, and a tie exactly.
+#pragma once
+#include "cuda/fragment_order.h"
+#include "cuda/pack_math.cuh"
+#include "cuda/warp_row.cuh"
+
+namespace kivi::cuda {
+
+constexpr float power_of_two(int exponent) {
+    float x = 1;
+    for (; exponent > 0; --exponent) x *= 2;
+    for (; exponent < 0; ++exponent) x /= 2;
+    return x;
+}
+
+// Parameters of a group as codes are made with: high + low is 1 / scale in units of 2^-BITS; 0 where every code is 0.
+struct Coding {
+    float min = 0, high = 0, low = 0;
+};
+template <int BITS>
+__device__ __forceinline__ Coding coding_of(const GroupParams& params) {
+    Coding coding;
+    if (params.scale > 0.0f) {
+        const float inverse = __frcp_rn(params.scale);
+        coding.min = params.min;
+        coding.high = inverse * power_of_two(-BITS);
+        coding.low = __fmaf_rn(-params.scale, inverse, 1.0f) * coding.high;
+    }
+    return coding;
+}
+
+// The code of y in the lowest bits of kCodeOne. A number from 0 to 1 in units of 2^-BITS plus 2^(23 - BITS) is rounded
+// to such units. NaN (of damaged groups) gives 0.
+template <int BITS>
+constexpr uint32_t kCodeOne = static_cast<uint32_t>(127 + 23 - BITS) << 23;
+template <int BITS>
+__device__ __forceinline__ uint32_t code_of(float y, float min, float high, float low) {
+    const float distance = y - min;
+    const float steps = fma_clamped(distance, high, distance * low);
+    return __float_as_uint(fminf(steps, 1.0f - power_of_two(-BITS)) + power_of_two(23 - BITS));
+}
+
+// The vectors of a lane for one block of 32 tokens (fragment_order.h), made by addition.
+template <int BITS, int DIM>
+struct LaneVectors {
+    static constexpr int kVectors = 4 * DIM * BITS / kVectorBytes;
+    uint32_t word[kVectors][4];
+
+    // Codes come with kCodeOne above them, which every field takes away again.
+    __device__ LaneVectors() {
+        uint32_t ones = 0;
+#pragma unroll
+        for (int field = 0; field < fields_of(BITS); ++field) {
+            ones += kCodeOne<BITS> << field_bit(BITS, field);
+            ones += kCodeOne<BITS> << (field_bit(BITS, field) + 16);
+        }
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) word[v][0] = word[v][1] = word[v][2] = word[v][3] = 0u - ones;
+    }
+
+    // `number`, `at` and `half` are constants: operand, register and half word.
+    __device__ __forceinline__ void add(int number, int at, int half, uint32_t code) {
+        if (BITS == 3 && number == kSpareOperand) {
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v) word[v][at] += (code >> v & 1) << (kSpareBit + 16 * half);
+        } else {
+            word[vector_of(BITS, number)][at] += code << (field_bit(BITS, field_of(BITS, number)) + 16 * half);
+        }
+    }
+
+    __device__ __forceinline__ void store(uint8_t* to, int lane) const {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            reinterpret_cast<uint4*>(to + v * kVectorBytes)[lane] =
+                make_uint4(word[v][0], word[v][1], word[v][2], word[v][3]);
+        }
+    }
+};
+
+// Reduces x[0 .. N-1] over the eight lanes that differ in lane / 4, and leaves lane 4 * row + column in x[0 ..] the
+// elements row * N / 8 + 0 .. N/8 - 1; where N is 4, element row / 2.
+template <int N, class Op>
+__device__ __forceinline__ void reduce_to_shares(uint32_t (&x)[N], int lane, const Op& op) {
+#pragma unroll
+    for (int step = 16, count = N; step >= 4; step /= 2) {
+        if (count == 1) {
+            x[0] = op(x[0], __shfl_xor_sync(kAllLanes, x[0], step));
+            continue;
+        }
+        count /= 2;
+        const bool upper = lane & step;
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            const uint32_t mine = upper ? x[i + count] : x[i], other = upper ? x[i] : x[i + count];
+            x[i] = op(mine, __shfl_xor_sync(kAllLanes, other, step));
+        }
+    }
+}
+
+}  // namespace kivi::cuda
