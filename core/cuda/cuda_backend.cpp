@@ -13,6 +13,7 @@
 #include "cuda/decode.h"
 #include "cuda/device.h"
 #include "cuda/launch.h"
+#include "cuda/pack.h"
 #include "format/error.h"
 #include "format/layout.h"
 
@@ -577,6 +578,7 @@ class CudaBackend final : public Backend {
         if (layer.fast) {
             args.key.order.order = args.value.order.order = Order::fragment;
             prepare_decode(args.key, args.value);
+            prepare_pack(args);
         }
     }
 

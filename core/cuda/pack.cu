@@ -12,20 +12,16 @@
 // Compiled without contraction: every code is that of core/format.
 #include "cuda/pack.h"
 
+#include "cuda/decode_instances.h"
 #include "cuda/pack_nearest.cuh"
 #include "cuda/write_head.cuh"
 
 namespace kivi::cuda {
 namespace {
 
-constexpr int kPackThreads = kPackWarps * kWarp;
 static_assert(kPackThreads == kWriteThreads);
 constexpr unsigned kWindowBlocks = 8;        // of a head of keys or values
 constexpr int32_t kMaxCount = 1 << 22;       // tokens of a row: pages stand in gridDim.y
-
-__host__ __device__ int value_groups(const kivi_spec& spec, int dim) {
-    return spec.group == KIVI_GROUP_HEAD ? 1 : dim / spec.group;
-}
 
 // Positions that page blocks pack: whole groups of new tokens.
 struct Fresh {
@@ -65,10 +61,10 @@ __device__ bool find_work(const WriteArgs& args, const TensorStore& store, Work&
 }
 
 // All blocks of a launch that moves the state on call this when they need the state before no more.
-__device__ void arrive(const WriteArgs& args, const Work& work) {
+__device__ void arrive(const WriteArgs& args, const Work& work, unsigned blocks) {
     if (threadIdx.x != 0) return;
     uint32_t* const arrivals = args.layer.arrivals + work.row.sequence;
-    if (atomicAdd(arrivals, 1) + 1 == gridDim.x * gridDim.y) {
+    if (atomicAdd(arrivals, 1) + 1 == blocks) {
         *arrivals = 0;
         args.layer.spans[work.row.sequence] = work.step.after;
     }
@@ -78,23 +74,6 @@ __device__ PackSource source_of(const View& input, const Work& work, int head, i
     const int64_t at = input.origin(work.row.index, work.row.offset) + head * input.head_stride +
                        (position - work.step.before.length) * input.token_stride;
     return {static_cast<const uint8_t*>(input.data) + 2 * at, 2 * input.token_stride};
-}
-
-template <int DIM>
-__device__ int pack_page(PackShared<DIM>& shared, const TensorStore& store, const PackSource& source, bool active,
-                         uint8_t* part) {
-    const kivi_spec& spec = store.spec();
-    if (store.part == Part::key) {
-        if (DIM == 128 && spec.bits == 3) return pack_keys<DIM == 128 ? 3 : 2, DIM>(shared, spec, source, active, part);
-        return spec.bits == 2 ? pack_keys<2, DIM>(shared, spec, source, active, part)
-                              : pack_keys<4, DIM>(shared, spec, source, active, part);
-    }
-    if (!active) return 0;
-    if (spec.bits == 4) return pack_values<4, DIM, DIM / 32>(shared, spec, source, part);
-    const int groups = value_groups(spec, DIM);
-    if (DIM == 128 && groups == 4) return pack_values<2, DIM, DIM / 32>(shared, spec, source, part);
-    return groups == 2 ? pack_values<2, DIM, 2>(shared, spec, source, part)
-                       : pack_values<2, DIM, 1>(shared, spec, source, part);
 }
 
 __device__ __noinline__ void write_windows(const WriteArgs& args, const TensorStore& store, const View& input, int head,
@@ -113,34 +92,64 @@ __device__ __noinline__ void write_windows(const WriteArgs& args, const TensorSt
 }
 
 // Grid: x heads of keys, then of values; y window blocks, then pages; z rows of the batch. Keys' pages are left out
-// where another kernel has packed them.
-template <int DIM>
+// where another kernel packs them.
+template <class C>
 __global__ void __launch_bounds__(kPackThreads, 4) pack_kernel(const __grid_constant__ WriteArgs args, bool key_pages) {
     extern __shared__ float4 memory[];
     __shared__ Work work;
     const int heads = args.layer.key.heads;
     const bool key = blockIdx.x < heads;
     const int head = key ? blockIdx.x : blockIdx.x - heads;
+    const bool windows = blockIdx.y < kWindowBlocks;
+    if (key && !windows && !key_pages) return;
     const TensorStore& store = key ? args.layer.key : args.layer.value;
     const View& input = key ? args.k : args.v;
     if (!find_work(args, store, work)) return;
-    if (blockIdx.y < kWindowBlocks) {
+    if (windows) {
         write_windows(args, store, input, head, work);
-    } else if (!key || key_pages) {
+    } else {
         const int64_t sink = store.windows.sink, begin = work.fresh.begin - sink, end = work.fresh.end - sink;
         const int64_t page = begin / kPageTokens + blockIdx.y - kWindowBlocks;
         if (page * kPageTokens < end) {
+            auto& shared = *reinterpret_cast<PackShared<C::kDim>*>(memory);
+            uint8_t* const part = store.page(args.layer.block(work.row.sequence, page), head);
             const int64_t slot = page * kPageTokens + threadIdx.x / kWarp * kBlockTokens;
-            const int clamped_rows = pack_page<DIM>(
-                *reinterpret_cast<PackShared<DIM>*>(memory), store, source_of(input, work, head, sink + slot),
-                slot >= begin && slot < end, store.page(args.layer.block(work.row.sequence, page), head));
+            const bool active = slot >= begin && slot < end;
+            const PackSource source = source_of(input, work, head, sink + slot);
+            int clamped_rows = 0;
+            if (key) {
+                clamped_rows = pack_keys<C::kKeyBits, C::kDim>(shared, args.layer.key.spec(), source, active, part);
+            } else if (active) {
+                clamped_rows = pack_values<C::kValueBits, C::kDim, C::kValueGroups>(shared, args.layer.value.spec(), source, part);
+            }
             if (lane() == 0 && clamped_rows > 0) {
                 atomicAdd(args.layer.saturated, static_cast<unsigned long long>(clamped_rows));
             }
         }
     }
     __syncthreads();
-    arrive(args, work);
+    const unsigned left_out = key_pages ? 0 : heads * (gridDim.y - kWindowBlocks);
+    arrive(args, work, gridDim.x * gridDim.y - left_out);
+}
+
+// What a kernel is compiled for.
+template <int DIM, int KEY_BITS, int VALUE_BITS, int VALUE_GROUP>
+struct PackConfig {
+    static constexpr int kDim = DIM, kKeyBits = KEY_BITS, kValueBits = VALUE_BITS, kValueGroups = DIM / VALUE_GROUP;
+};
+
+// visit(PackConfig) for the layer's kernel: there is one for each instance of decode.
+template <class Visit>
+void with_config(const Layer& layer, const Visit& visit) {
+    const kivi_spec& k = layer.key.spec();
+    const kivi_spec& v = layer.value.spec();
+    const int dim = layer.key.dim, group = v.group == KIVI_GROUP_HEAD ? dim : v.group;
+#define KIVI_VISIT_PACK(BF16, DIM, KEY_BITS, VALUE_BITS, KEY_GROUP, VALUE_GROUP, ...)                                      \
+    if (dim == DIM && k.bits == KEY_BITS && v.bits == VALUE_BITS && k.group == KEY_GROUP && group == VALUE_GROUP) { \
+        return visit(PackConfig<DIM, KEY_BITS, VALUE_BITS, VALUE_GROUP>{});                                         \
+    }
+    KIVI_DECODE_INSTANCES(KIVI_VISIT_PACK)
+#undef KIVI_VISIT_PACK
 }
 
 bool plain(const View& view) {
@@ -152,40 +161,33 @@ bool plain(const TensorStore& store) {
 }
 bool query_aware(const WriteArgs& args) { return args.layer.feedback.order != nullptr; }
 
-template <int DIM>
-size_t pack_bytes() {
-    return max(write_shared_bytes(DIM), sizeof(PackShared<DIM>));
-}
-
-template <int DIM>
-void prepare_dim() {
-    cudaFuncSetAttribute(pack_kernel<DIM>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(pack_bytes<DIM>()));
-}
-
-template <int DIM>
-void pack_dim(const WriteArgs& args, Stream stream) {
-    const unsigned heads = args.layer.key.heads, rows = args.batch.size;
-    const unsigned pages = args.batch.max_count / kPageTokens + 2;
-    pack_kernel<DIM><<<dim3(2 * heads, kWindowBlocks + pages, rows), kPackThreads, pack_bytes<DIM>(), stream>>>(
-        args, !query_aware(args));
+template <class C>
+constexpr size_t pack_bytes() {
+    return max(write_shared_bytes(C::kDim), sizeof(PackShared<C::kDim>));
 }
 
 }  // namespace
 
-void prepare_pack() {
-    prepare_dim<64>();
-    prepare_dim<128>();
+void prepare_pack(const Layer& layer) {
+    with_config(layer, [](auto config) {
+        using C = decltype(config);
+        cudaFuncSetAttribute(pack_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(pack_bytes<C>()));
+    });
 }
 
 bool pack_takes(const WriteArgs& args) {
     const Layer& layer = args.layer;
-    return plain(layer.key) && plain(layer.value) && plain(args.k) && plain(args.v) && layer.key.dim == layer.value.dim &&
-           (layer.key.dim == 64 || layer.key.dim == 128) && args.batch.max_count <= kMaxCount && !query_aware(args) &&
-           (layer.value.spec().bits == 2 || (layer.value.spec().bits == 4 && layer.value.spec().group == kBlockTokens));
+    return plain(layer.key) && plain(layer.value) && plain(args.k) && plain(args.v) && args.batch.max_count <= kMaxCount &&
+           !query_aware(args);
 }
 
 void pack(const WriteArgs& args, Stream stream) {
-    args.layer.key.dim == 64 ? pack_dim<64>(args, stream) : pack_dim<128>(args, stream);
+    const unsigned heads = args.layer.key.heads, rows = args.batch.size, pages = args.batch.max_count / kPageTokens + 2;
+    const bool key_pages = !query_aware(args);
+    with_config(args.layer, [&](auto config) {
+        using C = decltype(config);
+        pack_kernel<C><<<dim3(2 * heads, kWindowBlocks + pages, rows), kPackThreads, pack_bytes<C>(), stream>>>(args, key_pages);
+    });
 }
 
 }  // namespace kivi::cuda

@@ -4,7 +4,7 @@
 
 namespace kivi::cuda {
 
-void prepare_pack();  // once a device: limits of shared memory
+void prepare_pack(const Layer& layer);  // limits of shared memory, on the current device
 
 // Whether an append of many tokens can be taken: f16 rows and windows, min-max ranges, aligned rows.
 bool pack_takes(const WriteArgs& args);

@@ -52,13 +52,13 @@ struct LaneVectors {
     static constexpr int kVectors = 4 * DIM * BITS / kVectorBytes;
     uint32_t word[kVectors][4];
 
-    // Codes come with kCodeOne above them, which every field takes away again.
-    __device__ LaneVectors() {
+    // Codes come with `above` added to them, which is taken away again for every field.
+    __device__ __forceinline__ explicit LaneVectors(uint32_t above) {
         uint32_t ones = 0;
 #pragma unroll
         for (int field = 0; field < fields_of(BITS); ++field) {
-            ones += kCodeOne<BITS> << field_bit(BITS, field);
-            ones += kCodeOne<BITS> << (field_bit(BITS, field) + 16);
+            ones += above << field_bit(BITS, field);
+            ones += above << (field_bit(BITS, field) + 16);
         }
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) word[v][0] = word[v][1] = word[v][2] = word[v][3] = 0u - ones;
@@ -72,6 +72,11 @@ struct LaneVectors {
         } else {
             word[vector_of(BITS, number)][at] += code << (field_bit(BITS, field_of(BITS, number)) + 16 * half);
         }
+    }
+
+    // Of key i of a lane, channel 32 * run + 8 * column + c (pack_rows.cuh).
+    __device__ __forceinline__ void add_key(int i, int c, int run, uint32_t code) {
+        add((i & 1) * (DIM / 16) + 2 * run + c / 2 % 2, (i >> 1) + 2 * (c / 4), c % 2, code);
     }
 
     __device__ __forceinline__ void store(uint8_t* to, int lane) const {
@@ -97,8 +102,8 @@ __device__ __forceinline__ void reduce_to_shares(uint32_t (&x)[N], int lane, con
         const bool upper = lane & step;
 #pragma unroll
         for (int i = 0; i < count; ++i) {
-            const uint32_t mine = upper ? x[i + count] : x[i], other = upper ? x[i] : x[i + count];
-            x[i] = op(mine, __shfl_xor_sync(kAllLanes, other, step));
+            const uint32_t a = x[i], b = x[i + count];
+            x[i] = op(upper ? b : a, __shfl_xor_sync(kAllLanes, upper ? a : b, step));
         }
     }
 }

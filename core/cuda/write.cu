@@ -83,7 +83,6 @@ void write_stripes(const WriteArgs& args, Stream stream) {
 }  // namespace
 
 void prepare_write() {
-    prepare_pack();
     prepare_stripes<1>();
     prepare_stripes<2>();
     prepare_stripes<4>();
