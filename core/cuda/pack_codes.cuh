@@ -89,23 +89,17 @@ struct LaneVectors {
 };
 
 // Reduces x[0 .. N-1] over the eight lanes that differ in lane / 4, and leaves lane 4 * row + column in x[0 ..] the
-// elements row * N / 8 + 0 .. N/8 - 1; where N is 4, element row / 2.
-template <int N, class Op>
+// elements row * N / 8 + 0 .. N/8 - 1; where N is 4, element row / 2. COUNT is N at first.
+template <int COUNT, int STEP = 16, int N, class Op>
 __device__ __forceinline__ void reduce_to_shares(uint32_t (&x)[N], int lane, const Op& op) {
+    constexpr int kKept = COUNT > 1 ? COUNT / 2 : 1;
+    const bool upper = (lane & STEP) != 0;
 #pragma unroll
-    for (int step = 16, count = N; step >= 4; step /= 2) {
-        if (count == 1) {
-            x[0] = op(x[0], __shfl_xor_sync(kAllLanes, x[0], step));
-            continue;
-        }
-        count /= 2;
-        const bool upper = lane & step;
-#pragma unroll
-        for (int i = 0; i < count; ++i) {
-            const uint32_t a = x[i], b = x[i + count];
-            x[i] = op(upper ? b : a, __shfl_xor_sync(kAllLanes, upper ? a : b, step));
-        }
+    for (int i = 0; i < kKept; ++i) {
+        const uint32_t a = x[i], b = x[i + COUNT - kKept];
+        x[i] = op(upper ? b : a, __shfl_xor_sync(kAllLanes, upper ? a : b, STEP));
     }
+    if constexpr (STEP > 4) reduce_to_shares<kKept, STEP / 2>(x, lane, op);
 }
 
 }  // namespace kivi::cuda

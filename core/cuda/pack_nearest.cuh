@@ -34,7 +34,7 @@ __device__ __forceinline__ int pack_keys(PackShared<DIM>& shared, const kivi_spe
     constexpr int kPairs = kKeyPairs<DIM>;
     const int warp = threadIdx.x / kWarp, lane = kivi::cuda::lane(), column = lane & 3;
     const FragmentSizes sizes(spec, DIM);
-    uint32_t x[4][kPairs], low[kPairs], high[kPairs];
+    uint32_t x[4][kPairs], low[kKeyShare<DIM>], high[kKeyShare<DIM>];
     int clamped_rows = 0;
     if (active) clamped_rows = load_keys<DIM>(x, source, spec.transform == KIVI_TRANSFORM_HADAMARD, lane);
     key_extremes<DIM>(x, low, high, shared.extremes, sizes.group_blocks, active, warp, lane);
@@ -134,8 +134,8 @@ __device__ __forceinline__ int pack_values(PackShared<DIM>& shared, const kivi_s
             high[4 * g + pair] = max_pair(__byte_perm(most[0], most[1], 0x5410), __byte_perm(most[0], most[1], 0x7632));
         }
     }
-    reduce_to_shares(low, lane, [](uint32_t a, uint32_t b) { return min_pair(a, b); });
-    reduce_to_shares(high, lane, [](uint32_t a, uint32_t b) { return max_pair(a, b); });
+    reduce_to_shares<kPairs>(low, lane, [](uint32_t a, uint32_t b) { return min_pair(a, b); });
+    reduce_to_shares<kPairs>(high, lane, [](uint32_t a, uint32_t b) { return max_pair(a, b); });
 
     auto& codings = shared.codings[warp];
     uint8_t* const block = part + sizes.codes(false, warp);

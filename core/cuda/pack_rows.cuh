@@ -146,17 +146,20 @@ __device__ __forceinline__ int load_keys(uint32_t (&x)[4][kKeyPairs<DIM>], const
 
 // Leaves those of the lane's share in low and high. All warps of a block call, since groups may span several.
 template <int DIM>
-__device__ __forceinline__ void key_extremes(const uint32_t (&x)[4][kKeyPairs<DIM>], uint32_t (&low)[kKeyPairs<DIM>],
-                                             uint32_t (&high)[kKeyPairs<DIM>], KeyExtremes<DIM>& shared, int group_blocks,
+__device__ __forceinline__ void key_extremes(const uint32_t (&x)[4][kKeyPairs<DIM>], uint32_t (&low)[kKeyShare<DIM>],
+                                             uint32_t (&high)[kKeyShare<DIM>], KeyExtremes<DIM>& shared, int group_blocks,
                                              bool active, int warp, int lane) {
     if (active) {
+        uint32_t least[kKeyPairs<DIM>], most[kKeyPairs<DIM>];
 #pragma unroll
         for (int n = 0; n < kKeyPairs<DIM>; ++n) {
-            low[n] = min_pair(min_pair(x[0][n], x[1][n]), min_pair(x[2][n], x[3][n]));
-            high[n] = max_pair(max_pair(x[0][n], x[1][n]), max_pair(x[2][n], x[3][n]));
+            least[n] = min_pair(min_pair(x[0][n], x[1][n]), min_pair(x[2][n], x[3][n]));
+            most[n] = max_pair(max_pair(x[0][n], x[1][n]), max_pair(x[2][n], x[3][n]));
         }
-        reduce_to_shares(low, lane, [](uint32_t a, uint32_t b) { return min_pair(a, b); });
-        reduce_to_shares(high, lane, [](uint32_t a, uint32_t b) { return max_pair(a, b); });
+        reduce_to_shares<kKeyPairs<DIM>>(least, lane, [](uint32_t a, uint32_t b) { return min_pair(a, b); });
+        reduce_to_shares<kKeyPairs<DIM>>(most, lane, [](uint32_t a, uint32_t b) { return max_pair(a, b); });
+#pragma unroll
+        for (int i = 0; i < kKeyShare<DIM>; ++i) low[i] = least[i], high[i] = most[i];
     }
     if (group_blocks == 1) return;
     if (active) {
@@ -178,8 +181,8 @@ __device__ __forceinline__ void key_extremes(const uint32_t (&x)[4][kKeyPairs<DI
 
 // Writes the parameters of the group, which begins at `group`, and calls use(channel, params) for the lane's share.
 template <int DIM, class Use>
-__device__ __forceinline__ void key_params(const kivi_spec& spec, const uint32_t (&low)[kKeyPairs<DIM>],
-                                           const uint32_t (&high)[kKeyPairs<DIM>], uint8_t* group, bool write, int lane,
+__device__ __forceinline__ void key_params(const kivi_spec& spec, const uint32_t (&low)[kKeyShare<DIM>],
+                                           const uint32_t (&high)[kKeyShare<DIM>], uint8_t* group, bool write, int lane,
                                            const Use& use) {
 #pragma unroll
     for (int i = 0; i < kKeyShare<DIM>; ++i) {
