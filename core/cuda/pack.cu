@@ -14,6 +14,7 @@
 
 #include "cuda/decode_instances.h"
 #include "cuda/pack_nearest.cuh"
+#include "cuda/pack_query_aware.cuh"
 #include "cuda/write_head.cuh"
 
 namespace kivi::cuda {
@@ -132,6 +133,26 @@ __global__ void __launch_bounds__(kPackThreads, 4) pack_kernel(const __grid_cons
     arrive(args, work, gridDim.x * gridDim.y - left_out);
 }
 
+// Pages of keys with query-aware rounding; pack_kernel does the rest. Grid: x heads, y pages, z rows of the batch.
+template <int BITS, int DIM>
+__global__ void __launch_bounds__(kPackThreads, 2) pack_aware_kernel(const __grid_constant__ WriteArgs args) {
+    extern __shared__ float4 memory[];
+    __shared__ Work work;
+    auto& shared = *reinterpret_cast<AwareShared<DIM>*>(memory);
+    const TensorStore& store = args.layer.key;
+    if (!find_work(args, store, work)) return;
+    const int64_t sink = store.windows.sink, begin = work.fresh.begin - sink, end = work.fresh.end - sink;
+    const int64_t page = begin / kPageTokens + blockIdx.y, slot = page * kPageTokens;
+    if (slot >= end) return;
+    const int head = blockIdx.x;
+    fetch_tables<DIM>(shared, args.layer.feedback, head);
+    __syncthreads();
+    const int clamped_rows = pack_keys_aware<BITS, DIM>(
+        shared, store.spec(), source_of(args.k, work, head, sink + slot), static_cast<int>(max(begin - slot, int64_t{0})),
+        static_cast<int>(min(end - slot, int64_t{kPageTokens})), store.page(args.layer.block(work.row.sequence, page), head));
+    if (lane() == 0 && clamped_rows > 0) atomicAdd(args.layer.saturated, static_cast<unsigned long long>(clamped_rows));
+}
+
 // What a kernel is compiled for.
 template <int DIM, int KEY_BITS, int VALUE_BITS, int VALUE_GROUP>
 struct PackConfig {
@@ -171,14 +192,15 @@ constexpr size_t pack_bytes() {
 void prepare_pack(const Layer& layer) {
     with_config(layer, [](auto config) {
         using C = decltype(config);
+        cudaFuncSetAttribute(pack_aware_kernel<C::kKeyBits, C::kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(sizeof(AwareShared<C::kDim>)));
         cudaFuncSetAttribute(pack_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(pack_bytes<C>()));
     });
 }
 
 bool pack_takes(const WriteArgs& args) {
     const Layer& layer = args.layer;
-    return plain(layer.key) && plain(layer.value) && plain(args.k) && plain(args.v) && args.batch.max_count <= kMaxCount &&
-           !query_aware(args);
+    return plain(layer.key) && plain(layer.value) && plain(args.k) && plain(args.v) && args.batch.max_count <= kMaxCount;
 }
 
 void pack(const WriteArgs& args, Stream stream) {
@@ -186,6 +208,9 @@ void pack(const WriteArgs& args, Stream stream) {
     const bool key_pages = !query_aware(args);
     with_config(args.layer, [&](auto config) {
         using C = decltype(config);
+        if (!key_pages) {
+            pack_aware_kernel<C::kKeyBits, C::kDim><<<dim3(heads, pages, rows), kPackThreads, sizeof(AwareShared<C::kDim>), stream>>>(args);
+        }
         pack_kernel<C><<<dim3(2 * heads, kWindowBlocks + pages, rows), kPackThreads, pack_bytes<C>(), stream>>>(args, key_pages);
     });
 }

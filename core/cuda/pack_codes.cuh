@@ -12,7 +12,7 @@
 
 namespace kivi::cuda {
 
-constexpr float power_of_two(int exponent) {
+__host__ __device__ constexpr float power_of_two(int exponent) {
     float x = 1;
     for (; exponent > 0; --exponent) x *= 2;
     for (; exponent < 0; ++exponent) x /= 2;
@@ -40,10 +40,13 @@ __device__ __forceinline__ Coding coding_of(const GroupParams& params) {
 template <int BITS>
 constexpr uint32_t kCodeOne = static_cast<uint32_t>(127 + 23 - BITS) << 23;
 template <int BITS>
-__device__ __forceinline__ uint32_t code_of(float y, float min, float high, float low) {
-    const float distance = y - min;
+__device__ __forceinline__ uint32_t code_of_distance(float distance, float high, float low) {
     const float steps = fma_clamped(distance, high, distance * low);
     return __float_as_uint(fminf(steps, 1.0f - power_of_two(-BITS)) + power_of_two(23 - BITS));
+}
+template <int BITS>
+__device__ __forceinline__ uint32_t code_of(float y, float min, float high, float low) {
+    return code_of_distance<BITS>(y - min, high, low);
 }
 
 // The vectors of a lane for one block of 32 tokens (fragment_order.h), made by addition.

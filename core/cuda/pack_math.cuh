@@ -34,4 +34,11 @@ __device__ __forceinline__ float fma_clamped(float a, float b, float c) {
 __device__ __forceinline__ uint4 load_once(const uint4* from) { return __ldcs(from); }
 __device__ __forceinline__ uint2 load_once(const uint2* from) { return __ldcs(from); }
 
+// 16 bytes from global to shared memory behind the thread's back, and the wait for all of them.
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 }  // namespace kivi::cuda
