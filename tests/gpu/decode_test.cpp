@@ -4,31 +4,12 @@
 #include <cmath>
 #include <string>
 
-#include "format/half.h"
 #include "gpu_support.h"
+#include "instances.h"
 
 using namespace gpu_test;
 
 namespace {
-
-struct Instance {
-    const char* name;
-    int dim, key_bits, value_bits, key_group, value_group;
-};
-
-const Instance kInstances[] = {
-    {"2/2 g32", 128, 2, 2, 32, 32},
-    {"2/2 g64", 128, 2, 2, 64, 64},
-    {"2/2 g128", 128, 2, 2, 128, KIVI_GROUP_HEAD},
-    {"3/2 g64", 128, 3, 2, 64, 64},
-    {"3/2 g32", 128, 3, 2, 32, 32},
-    {"4/2 g64", 128, 4, 2, 64, 64},
-    {"4/2 g32", 128, 4, 2, 32, 32},
-    {"4/4 g32", 128, 4, 4, 32, 32},
-    {"2/2 g32 dim 64", 64, 2, 2, 32, 32},
-    {"4/2 g64 dim 64", 64, 4, 2, 64, 64},
-    {"4/4 g32 dim 64", 64, 4, 4, 32, 32},
-};
 
 kivi_spec spec_of(int bits, int axis, int group, bool rotated) {
     kivi_spec spec{};
@@ -38,56 +19,6 @@ kivi_spec spec_of(int bits, int axis, int group, bool rotated) {
     spec.transform = rotated ? KIVI_TRANSFORM_HADAMARD : KIVI_TRANSFORM_NONE;
     return spec;
 }
-
-// f16 memory on the host and on the device with the same contents.
-class Halfs {
-  public:
-    explicit Halfs(const std::vector<float>& values) : host(values.size()) {
-        for (size_t i = 0; i < values.size(); ++i) host[i] = kivi::f32_to_f16(values[i]);
-        CUDA_OK(cudaMalloc(&device_, host.size() * 2 + 16));
-        upload();
-    }
-    explicit Halfs(int64_t count) : Halfs(std::vector<float>(count, -7.0f)) {}
-    ~Halfs() { cudaFree(device_); }
-    Halfs(const Halfs&) = delete;
-    void upload() {
-        CUDA_OK(cudaMemcpy(device_, host.data(), host.size() * 2, cudaMemcpyHostToDevice));
-        CUDA_OK(cudaDeviceSynchronize());
-    }
-    void set(const std::vector<float>& values) {
-        for (size_t i = 0; i < values.size(); ++i) host[i] = kivi::f32_to_f16(values[i]);
-        upload();
-    }
-    std::vector<float> values() const { return floats(host); }
-    std::vector<float> download() const {
-        std::vector<uint16_t> bits(host.size());
-        CUDA_OK(cudaMemcpy(bits.data(), device_, bits.size() * 2, cudaMemcpyDeviceToHost));
-        return floats(bits);
-    }
-    kivi_tensor view(int32_t device, std::initializer_list<int64_t> shape) {
-        kivi_tensor tensor{};
-        tensor.data = device == KIVI_CPU ? static_cast<void*>(host.data()) : device_;
-        tensor.dtype = KIVI_F16;
-        tensor.device = device;
-        tensor.rank = static_cast<int32_t>(shape.size());
-        int64_t stride = 1;
-        for (int axis = tensor.rank - 1; axis >= 0; --axis) {
-            tensor.shape[axis] = shape.begin()[axis];
-            tensor.stride[axis] = stride;
-            stride *= shape.begin()[axis];
-        }
-        return tensor;
-    }
-    std::vector<uint16_t> host;
-
-  private:
-    static std::vector<float> floats(const std::vector<uint16_t>& bits) {
-        std::vector<float> x(bits.size());
-        for (size_t i = 0; i < x.size(); ++i) x[i] = kivi::f16_to_f32(bits[i]);
-        return x;
-    }
-    void* device_ = nullptr;
-};
 
 struct Serving {
     int kv_heads, q_heads, sequences, sink, recent, flush, max_tokens;

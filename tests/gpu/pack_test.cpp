@@ -1,0 +1,220 @@
+// Prompts packed on a GPU against the CPU, byte for byte: every instance, both roundings, with and without transforms,
+// prompts in pieces, strides, and numbers that are hard to code.
+#define DOCTEST_CONFIG_IMPLEMENT
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "gpu_support.h"
+#include "instances.h"
+
+using namespace gpu_test;
+
+namespace {
+
+enum class Content { usual, ties, tiny, damaged, constant, large };
+const char* const kContentNames[] = {"usual", "ties", "tiny scales", "NaN and infinity", "constant channels", "large"};
+
+struct Way {
+    bool rotated_keys, rotated_values, query_aware;
+    int sink, recent, flush;
+};
+
+kivi_config config_for(const Instance& instance, const Way& way) {
+    kivi_config config;
+    kivi_config_init(&config, sizeof config);
+    config.layer_count = 1;
+    config.layer.kv_heads = 2, config.layer.q_heads = 4;
+    config.layer.key_dim = config.layer.value_dim = instance.dim;
+    kivi_spec& k = config.layer.k;
+    kivi_spec& v = config.layer.v;
+    k = v = kivi_spec{};
+    k.bits = instance.key_bits, k.axis = KIVI_AXIS_CHANNEL, k.group = instance.key_group;
+    v.bits = instance.value_bits, v.axis = KIVI_AXIS_TOKEN, v.group = instance.value_group;
+    if (way.rotated_keys) k.transform = KIVI_TRANSFORM_HADAMARD;
+    if (way.rotated_values) v.transform = KIVI_TRANSFORM_HADAMARD;
+    if (way.query_aware) k.rounding = KIVI_ROUND_QUERY_AWARE;
+    config.sink = way.sink, config.recent = way.recent, config.flush = way.flush;
+    config.max_sequences = 3;
+    config.max_tokens = 3000;
+    config.threads = 4;
+    return config;
+}
+
+std::vector<float> rows_of(Numbers& numbers, int64_t rows, int dim, Content content) {
+    std::vector<float> x = numbers.rows(rows, dim);
+    for (size_t i = 0; i < x.size(); ++i) {
+        const int c = static_cast<int>(i % dim);
+        switch (content) {
+            case Content::usual: break;
+            case Content::ties: x[i] = std::floor(x[i] * 3) * (c % 2 ? 0.25f : 3.0f); break;
+            case Content::tiny: x[i] = i % 3 == 0 ? 0.0f : x[i] * 6e-8f * static_cast<float>(1 + c % 40); break;
+            case Content::damaged:
+                if (i % 997 == 3) x[i] = i % 2 ? std::numeric_limits<float>::quiet_NaN() : -std::numeric_limits<float>::infinity();
+                break;
+            case Content::constant: x[i] = c % 5 ? x[i] : 1.5f; break;
+            case Content::large: x[i] = std::fmax(-65000.0f, std::fmin(65000.0f, x[i] * 20000)); break;
+        }
+    }
+    return x;
+}
+
+class Pair {
+  public:
+    Pair(const Instance& instance, const Way& way, uint64_t seed)
+        : cpu(config_for(instance, way), KIVI_CPU), gpu(config_for(instance, way), KIVI_CUDA), numbers(seed), dim_(instance.dim) {
+        if (!way.query_aware) return;
+        std::vector<float> m(size_t(2) * dim_ * dim_, 0.0f);
+        for (int head = 0; head < 2; ++head) {
+            const std::vector<float> q = numbers.rows(2 * dim_, dim_);
+            for (int row = 0; row < 2 * dim_; ++row) {
+                for (int i = 0; i < dim_; ++i) {
+                    for (int j = 0; j < dim_; ++j) m[(size_t(head) * dim_ + i) * dim_ + j] += q[row * dim_ + i] * q[row * dim_ + j];
+                }
+            }
+        }
+        Floats matrices(m);
+        for (Cache* cache : {&cpu, &gpu}) {
+            const kivi_tensor tensor = matrices.view(cache->device, {2, dim_, dim_});
+            KIVI_OK_(kivi_moments_set(*cache, 0, &tensor, 0, nullptr));
+            KIVI_OK_(kivi_moments_commit(*cache, 0, nullptr));
+        }
+    }
+
+    // `count` tokens to sequence 1, two thirds as many to sequence 0; rows as far apart as `pad` channels more.
+    void append(int count, int pad, Content content, kivi_stream stream = nullptr) {
+        const int width = dim_ + pad;
+        const int32_t ids[2] = {1, 0}, counts[2] = {count, count * 2 / 3};
+        Halfs k(rows_of(numbers, int64_t{2} * count * 2, width, content)), v(rows_of(numbers, int64_t{2} * count * 2, width, content));
+        const kivi_batch batch = batch_of(2, ids, counts, count);
+        for (Cache* cache : {&cpu, &gpu}) {
+            kivi_tensor keys = k.view(cache->device, {2, count, 2, width}), values = v.view(cache->device, {2, count, 2, width});
+            keys.shape[3] = values.shape[3] = dim_;
+            KIVI_OK_(kivi_append(*cache, 0, &batch, &keys, &values, cache == &gpu ? stream : nullptr));
+        }
+        CUDA_OK(cudaDeviceSynchronize());
+    }
+
+    void compare() {
+        for (int32_t sequence : {0, 1}) {
+            const std::vector<uint8_t> expected = cpu.blob(sequence), got = gpu.blob(sequence);
+            REQUIRE(expected.size() == got.size());
+            size_t wrong = 0, first = 0;
+            for (size_t byte = expected.size(); byte-- > 0;) {
+                if (expected[byte] != got[byte]) ++wrong, first = byte;
+            }
+            CAPTURE(sequence);
+            CAPTURE(first);
+            CHECK(wrong == 0);
+        }
+        kivi_statistics of_cpu{}, of_gpu{};
+        KIVI_OK_(kivi_query_statistics(cpu, 0, &of_cpu, sizeof of_cpu));
+        KIVI_OK_(kivi_query_statistics(gpu, 0, &of_gpu, sizeof of_gpu));
+        CHECK(of_cpu.saturated_rows == of_gpu.saturated_rows);
+    }
+
+    Cache cpu, gpu;
+    Numbers numbers;
+
+  private:
+    int dim_;
+};
+
+}  // namespace
+
+TEST_CASE("every instance, rounding and transform, prompts in pieces") {
+    uint64_t seed = 1;
+    for (const Instance& instance : kInstances) {
+        const int group = instance.key_group;
+        for (int which = 0; which < 8; ++which) {
+            const Way way{(which & 1) != 0, (which & 2) != 0, (which & 4) != 0, which % 3 == 1 ? 0 : group, which % 2 ? 64 : 0,
+                          which % 3 == 0 ? 128 : group};
+            CAPTURE(instance.name);
+            CAPTURE(which);
+            Pair pair(instance, way, seed++);
+            pair.append(300 + 17 * which, 0, Content::usual);
+            pair.append(33, 8, Content::usual);
+            pair.append(1, 0, Content::usual);
+            pair.append(411, 16, Content::usual);
+            pair.append(17, 0, Content::usual);
+            pair.compare();
+        }
+    }
+}
+
+TEST_CASE("numbers that are hard to code") {
+    uint64_t seed = 1000;
+    for (const Instance& instance : kInstances) {
+        for (Content content : {Content::ties, Content::tiny, Content::damaged, Content::constant, Content::large}) {
+            for (int which : {0, 3, 4, 7}) {
+                CAPTURE(instance.name);
+                CAPTURE(which);
+                CAPTURE(kContentNames[static_cast<int>(content)]);
+                Pair pair(instance, {(which & 1) != 0, (which & 2) != 0, (which & 4) != 0, 0, 32, instance.key_group}, seed++);
+                pair.append(450, 0, content);
+                pair.append(100, 8, content);
+                pair.compare();
+            }
+        }
+    }
+}
+
+TEST_CASE("rows that are not aligned, or not f16, take the general packer") {
+    const Instance& instance = kInstances[3];
+    Pair pair(instance, {false, true, false, 64, 64, 64}, 5);
+    pair.append(300, 1, Content::usual);
+    pair.append(300, 4, Content::usual);
+    pair.append(300, 8, Content::usual);
+    pair.compare();
+}
+
+// Every kernel of an instance once, small enough for tools that watch each access.
+TEST_CASE("sanitized: two instances") {
+    for (int number : {3, 8}) {
+        for (bool query_aware : {false, true}) {
+            Pair pair(kInstances[number], {query_aware, true, query_aware, kInstances[number].key_group, 64, 64}, 7);
+            pair.append(500, 0, Content::usual);
+            pair.append(200, 8, Content::large);
+            pair.compare();
+        }
+    }
+}
+
+TEST_CASE("a captured chunk of a prompt replays") {
+    const Instance& instance = kInstances[0];
+    const int count = 200, dim = instance.dim;
+    const int32_t sequence = 2;
+    Pair pair(instance, {false, false, false, 32, 96, 32}, 9);
+    KIVI_OK_(kivi_sequence_reserve(pair.gpu, sequence, 3000, nullptr));
+    Halfs k(pair.numbers.rows(count * 2, dim)), v(pair.numbers.rows(count * 2, dim));
+    const kivi_batch batch = batch_of(1, &sequence, nullptr, count);
+    cudaStream_t stream;
+    CUDA_OK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CUDA_OK(cudaDeviceSynchronize());
+    const auto append = [&](Cache& cache, kivi_stream on) {
+        const kivi_tensor keys = k.view(cache.device, {1, count, 2, dim}), values = v.view(cache.device, {1, count, 2, dim});
+        KIVI_OK_(kivi_append(cache, 0, &batch, &keys, &values, on));
+    };
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    append(pair.gpu, stream);
+    CUDA_OK(cudaStreamEndCapture(stream, &graph));
+    CUDA_OK(cudaGraphInstantiate(&exec, graph, 0));
+    for (int i = 0; i < 5; ++i) {
+        k.set(pair.numbers.rows(count * 2, dim)), v.set(pair.numbers.rows(count * 2, dim));
+        CUDA_OK(cudaGraphLaunch(exec, stream));
+        CUDA_OK(cudaStreamSynchronize(stream));
+        append(pair.cpu, nullptr);
+    }
+    KIVI_OK_(kivi_synchronize(pair.gpu, stream));
+    CHECK(pair.gpu.blob(sequence, stream) == pair.cpu.blob(sequence));
+    CUDA_OK(cudaGraphExecDestroy(exec));
+    CUDA_OK(cudaGraphDestroy(graph));
+    CUDA_OK(cudaStreamDestroy(stream));
+}
+
+int main(int argc, char** argv) {
+    if (!gpu_there()) return kSkipped;
+    return doctest::Context(argc, argv).run();
+}
