@@ -1,7 +1,9 @@
-// Decode attention on a GPU at the seven shapes: one captured graph of attends over layers that rotate out of the L2,
+// Decode attention and packing on a GPU. Attends at the seven shapes: one captured graph of attends over layers that rotate out of the L2,
 // medians of its replays, beside the copy bandwidth of the same run. One JSON object a line.
-//   bench_gpu            the specs of the fast kernel and the presets
-//   bench_gpu --quick    batch 8, 32K only
+//   bench_gpu              the specs of the fast kernel and the presets
+//   bench_gpu --quick      batch 8, 32K only
+//   bench_gpu --spec NAME  one spec at every shape
+//   bench_gpu --pack       prompts of one sequence with 8 KV heads, a layer
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -182,6 +184,104 @@ void measure(const Case& c, const Shape& shape, double copy, cudaStream_t stream
     for (void* memory : {tokens, queries, out, workspace}) ok(cudaFree(memory), "free");
 }
 
+// Input rows of random numbers with exponents from 2^-5 to 2^-2, as attend's above.
+void fill(void* to, int64_t count) {
+    std::vector<uint16_t> numbers(1 << 22);
+    uint32_t state = 99;
+    for (uint16_t& x : numbers) {
+        state = state * 1664525u + 1013904223u;
+        x = static_cast<uint16_t>((state >> 31) << 15 | (10 + (state >> 24 & 3)) << 10 | (state >> 8 & 1023));
+    }
+    for (int64_t at = 0; at < count; at += static_cast<int64_t>(numbers.size())) {
+        const int64_t some = std::min<int64_t>(numbers.size(), count - at);
+        ok(cudaMemcpy(static_cast<uint16_t*>(to) + at, numbers.data(), some * 2, cudaMemcpyHostToDevice), "upload");
+    }
+}
+
+// One prompt into every layer of an empty sequence; inputs take turns, so that none is in the L2.
+void measure_pack(const Case& c, bool query_aware, int tokens, double copy, cudaStream_t stream) {
+    constexpr int kLayers = 6, kHeads = 8;
+    kivi_config config;
+    ok(kivi_config_init(&config, sizeof config), "config");
+    config.device = KIVI_CUDA;
+    config.layer.kv_heads = kHeads;
+    config.layer.q_heads = 4 * kHeads;
+    config.layer.key_dim = config.layer.value_dim = c.dim;
+    kivi_spec k{}, v{};
+    k.bits = c.key_bits, k.axis = KIVI_AXIS_CHANNEL, k.group = c.group;
+    v.bits = c.value_bits, v.axis = KIVI_AXIS_TOKEN, v.group = c.group;
+    v.transform = c.rotated ? KIVI_TRANSFORM_HADAMARD : KIVI_TRANSFORM_NONE;
+    k.rounding = query_aware ? KIVI_ROUND_QUERY_AWARE : KIVI_ROUND_NEAREST;
+    config.layer.k = k;
+    config.layer.v = v;
+    config.sink = config.recent = config.flush = std::max(c.group, 64);
+    config.max_sequences = 1;
+    config.max_tokens = tokens;
+    config.layer_count = kLayers;
+    kivi_cache* cache = nullptr;
+    ok(kivi_cache_create(&config, &cache), "create");
+    if (query_aware) {
+        std::vector<float> moments(size_t(kHeads) * c.dim * c.dim);
+        for (size_t i = 0; i < moments.size(); ++i) {
+            const int row = static_cast<int>(i / c.dim % c.dim), column = static_cast<int>(i % c.dim);
+            moments[i] = (row == column ? 1.0f + row % 7 : 0.0f) + 0.5f / (1 + std::abs(row - column));
+        }
+        void* device = nullptr;
+        ok(cudaMalloc(&device, moments.size() * 4), "memory");
+        ok(cudaMemcpy(device, moments.data(), moments.size() * 4, cudaMemcpyHostToDevice), "upload");
+        kivi_tensor m = tensor(device, {kHeads, c.dim, c.dim}, false);
+        m.dtype = KIVI_F32;
+        for (int layer = 0; layer < kLayers; ++layer) {
+            ok(kivi_moments_set(cache, layer, &m, 0, stream), "moments");
+            ok(kivi_moments_commit(cache, layer, stream), "moments");
+        }
+        ok(cudaFree(device), "free");
+    }
+    const int64_t row = int64_t{1} * tokens * kHeads * c.dim;
+    void* inputs[4] = {};
+    for (void*& input : inputs) {
+        ok(cudaMalloc(&input, row * 2), "memory");
+        fill(input, row);
+    }
+    const int32_t sequence = 0;
+    kivi_batch batch;
+    ok(kivi_batch_init(&batch, sizeof batch), "batch");
+    batch.rows = 1;
+    batch.max_count = tokens;
+    batch.sequences = &sequence;
+    cudaEvent_t begin, end;
+    ok(cudaEventCreate(&begin), "event");
+    ok(cudaEventCreate(&end), "event");
+    std::vector<double> times;
+    for (int replay = 0; replay < kReplays + 2; ++replay) {
+        ok(kivi_sequence_reset(cache, sequence, stream), "reset");
+        ok(cudaStreamSynchronize(stream), "wait");
+        ok(cudaEventRecord(begin, stream), "record");
+        for (int layer = 0; layer < kLayers; ++layer) {
+            const kivi_tensor keys = tensor(inputs[layer % 2 * 2], {1, tokens, kHeads, c.dim}, false);
+            const kivi_tensor values = tensor(inputs[layer % 2 * 2 + 1], {1, tokens, kHeads, c.dim}, false);
+            ok(kivi_append(cache, layer, &batch, &keys, &values, stream), "append");
+        }
+        ok(cudaEventRecord(end, stream), "record");
+        ok(cudaEventSynchronize(end), "wait");
+        float ms = 0;
+        ok(cudaEventElapsedTime(&ms, begin, end), "time");
+        if (replay >= 2) times.push_back(1e3 * ms / kLayers);
+    }
+    std::sort(times.begin(), times.end());
+    const double us = times[times.size() / 2];
+    const double packed = tokens - config.recent - config.sink, windows = config.recent + config.sink;
+    const double packed_bytes = c.dim * (c.key_bits + c.value_bits) / 8.0 + 2 * 4.0 * c.dim / c.group;
+    const double bytes = kHeads * (4.0 * c.dim * tokens + packed * packed_bytes + windows * 4.0 * c.dim);
+    std::printf("{\"bench\": \"gpu_pack\", \"spec\": \"%s\", \"rounding\": \"%s\", \"kv_heads\": %d, \"tokens\": %d, "
+                "\"us\": %.2f, \"gbps\": %.0f, \"copy_gbps\": %.0f, \"share\": %.3f}\n",
+                c.name, query_aware ? "query-aware" : "nearest", kHeads, tokens, us, bytes / us / 1e3, copy,
+                bytes / us / 1e3 / copy);
+    std::fflush(stdout);
+    kivi_cache_destroy(cache);
+    for (void* input : inputs) ok(cudaFree(input), "free");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -189,9 +289,15 @@ int main(int argc, char** argv) {
     cudaStream_t stream;
     ok(cudaStreamCreate(&stream), "stream");
     const double copy = copy_gbps(stream);
+    const bool packing = argc > 1 && std::strcmp(argv[1], "--pack") == 0;
+    const char* const only = argc > 2 && std::strcmp(argv[1], "--spec") == 0 ? argv[2] : nullptr;
     for (const Case& c : kCases) {
+        if (only != nullptr && std::strcmp(only, c.name) != 0) continue;
+        if (packing && (c.sink > 0 || c.query_tokens > 1 || c.dim != 128)) continue;
+        for (int which = 0; packing && which < 2; ++which) measure_pack(c, which == 1, 32768, copy, stream);
+        if (packing) measure_pack(c, false, 2048, copy, stream);
         for (const Shape& shape : kShapes) {
-            if (quick && (shape.batch != 8 || shape.kv_heads != 8)) continue;
+            if (packing || (quick && (shape.batch != 8 || shape.kv_heads != 8))) continue;
             measure(c, shape, copy, stream);
         }
     }

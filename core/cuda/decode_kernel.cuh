@@ -28,6 +28,11 @@
 namespace kivi::cuda::fast {
 
 constexpr unsigned kAll = 0xFFFFFFFFu;
+#ifndef KIVI_DECODE_VARIANT
+#define KIVI_DECODE_VARIANT 0
+#endif
+constexpr bool kTickets = KIVI_DECODE_VARIANT & 1, kLateSecond = KIVI_DECODE_VARIANT & 2;
+constexpr bool kAligned = KIVI_DECODE_VARIANT & 4, kSpread = KIVI_DECODE_VARIANT & 8;
 constexpr float kSmallest = 1.0f / 16777216.0f;  // 2^-24: the unit of codes read as fp16
 constexpr float kLn2 = 0.69314718056f;
 
@@ -1128,6 +1133,19 @@ __device__ __forceinline__ Row merge_warps(const DecodeArgs& p, const SharedStor
 // arrive together may both merge, and write the same bits.
 __device__ __forceinline__ size_t place_of(unsigned block, bool begins_here) { return size_t(block) * 2 + begins_here; }
 
+// Tickets: the word of a segment stands at the block where it begins. Its upper half says that it is one of ours; else
+// the first of the segment's blocks to look at it, before it takes a ticket, makes it one.
+constexpr uint64_t kTicketMark = 0x6B697669'5EEDull << 16;
+__device__ __forceinline__ bool is_ticket(uint64_t word) { return (word >> 16) == (kTicketMark >> 16); }
+__device__ __forceinline__ void make_ticket(const DecodeArgs& p, unsigned first, unsigned long long seen) {
+    atomicCAS(reinterpret_cast<unsigned long long*>(p.flags + 2 * first), seen, static_cast<unsigned long long>(kTicketMark));
+}
+__device__ __forceinline__ unsigned take_ticket(const DecodeArgs& p, unsigned first) {
+    uint64_t word;
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;" : "=l"(word) : "l"(p.flags + 2 * first) : "memory");
+    return static_cast<unsigned>(word & 0xFFFF);
+}
+
 __device__ __forceinline__ bool all_arrived(const DecodeArgs& p, unsigned first, unsigned last, int lane) {
     bool all = true;
     for (unsigned b = first + lane; b <= last; b += 32) {
@@ -1138,13 +1156,13 @@ __device__ __forceinline__ bool all_arrived(const DecodeArgs& p, unsigned first,
 
 // Adds a row's partials of blocks first .. last, in their order.
 template <class C>
-__device__ __forceinline__ Row merge_blocks(const DecodeArgs& p, unsigned first, unsigned last, int row, int lane) {
-    constexpr int kAtOnce = 18, kStride = 2 * C::kPartialFloats;
+__device__ __forceinline__ Row merge_blocks(const DecodeArgs& p, unsigned first, unsigned begin, unsigned last, int row, int lane) {
+    constexpr int kAtOnce = kSpread ? 6 : 18, kStride = 2 * C::kPartialFloats;
     Row r;
     r.reference = kNoExponent;
-    const float* from = p.partials + size_t(first) * kStride + row * C::kPartialRow;
+    const float* from = p.partials + size_t(begin) * kStride + row * C::kPartialRow;
 #pragma unroll 1
-    for (unsigned b = first; b <= last; b += kAtOnce, from += kAtOnce * kStride) {
+    for (unsigned b = begin; b <= last; b += kAtOnce, from += kAtOnce * kStride) {
         const int count = min(unsigned(kAtOnce), last - b + 1);
         float2 e[kAtOnce];
         float4 v[kAtOnce];
@@ -1204,7 +1222,19 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     }
     const unsigned total = __shfl_sync(kAll, upto, min(31, batch_rows - 1));
     // A block's piece is at least as long as the heaviest visit, so at least one visit begins in it.
-    const unsigned blocks = total ? max(1u, min(gridDim.x, total / C::kMaxWeight)) : 0;
+    unsigned blocks = total ? max(1u, min(gridDim.x, total / C::kMaxWeight)) : 0;
+    if (kAligned) {
+        // Little work: blocks begin where segments of equal length do, so that each has a part of one segment only. Where
+        // a segment is no more than two visits a warp, one block has it alone.
+        const unsigned segments = batch_rows * kv_heads;
+        if (segments <= gridDim.x && total < 4 * C::kWarps * C::kVisitWeight * gridDim.x) {
+            const unsigned most = divide(blocks, segments);
+            const unsigned useful = divide(total + segments * 2 * C::kWarps * C::kVisitWeight - 1, segments * 2 * C::kWarps * C::kVisitWeight);
+            // Below two visits a warp there is no hurry: fewer blocks cost less than their merge.
+            if (useful <= 1) blocks = min(blocks, segments);
+            else if (10 * most * segments >= 9 * blocks) blocks = most * segments;
+        }
+    }
     const Partition partition(total, max(blocks, 1u));
     const unsigned block_begin = partition.begin(blockIdx.x);
     const unsigned block_weight =
@@ -1315,6 +1345,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         shared.next_begin[warp] = begin + e.place(e.visits);
     };
     float unit = 0;
+    unsigned long long ticket = kTicketMark;
+    unsigned ticket_at = 0;
     if (slice_begin < slice.end) {
         const int owner = __ffs(__ballot_sync(kAll, slice_begin >= upto - own && slice_begin < upto)) - 1;
         slice.row = owner * chunk;
@@ -1351,7 +1383,11 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         if (first_segment >= 0 && first_segment != expected) queries = fetch_queries<C>(p, first_segment, lane);
         unit = prepare(queries);
         if (lane == 0 && first_segment >= 0) note(first_segment, segment_begin, v.info);
-        if (lane < C::kStages && v.segment >= 0) fetch(v, lane, lane > 0);
+        if (kTickets && lane == 0 && first_segment >= 0) {
+            ticket_at = shared.seen[warp].block;
+            ticket = __ldcg(reinterpret_cast<const unsigned long long*>(p.flags + 2 * ticket_at));
+        }
+        if (lane < (kLateSecond ? 1 : C::kStages) && v.segment >= 0) fetch(v, lane, lane > 0);
     } else if (lane == 0) {
         shared.plan[warp][0].segment = -1;
     }
@@ -1365,7 +1401,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         }
     }
     __syncthreads();  // shared.ones, shared.block
+    if (kLateSecond && slice_begin < slice.end && lane < C::kStages && lane > 0) {
+        const Visit& v = shared.plan[warp][lane];
+        if (v.segment >= 0) fetch(v, lane, true);
+    }
     if (block_weight == 0) return;
+    if (kTickets && !is_ticket(ticket)) make_ticket(p, ticket_at, ticket);
 
     HeadState<C> state;
     KeyContext<C> key;
@@ -1390,7 +1431,14 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
             if (next_segment < 0) break;
             if (segment >= 0) {
                 unit = prepare(fetch_queries<C>(p, next_segment, lane));
-                if (lane == 0) note(next_segment, shared.next_begin[warp], info);
+                if (lane == 0) {
+                    note(next_segment, shared.next_begin[warp], info);
+                    if (kTickets) {
+                        const unsigned at = shared.seen[warp].block;
+                        const unsigned long long word = __ldcg(reinterpret_cast<const unsigned long long*>(p.flags + 2 * at));
+                        if (!is_ticket(word)) make_ticket(p, at, word);
+                    }
+                }
             }
             segment = next_segment;
             start_segment<C>(state, unit, p.scale_log2, lane);
@@ -1454,26 +1502,68 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         const int speaker = speaker_of(sharing, warp);
         const unsigned first = __shfl_sync(kAll, mine.block, speaker);
         const unsigned last = piece.partition.owner(__shfl_sync(kAll, mine.last, speaker));
-        if (lane == 0) {
+        if constexpr (kTickets) {
+            if (lane == 0 && take_ticket(p, first) + 1 == last - first + 1) atomicOr(&shared.complete, 1u << speaker);
+        } else {
+            if (lane == 0) {
+                asm volatile("fence.acq_rel.gpu;" ::: "memory");
+                *static_cast<volatile uint64_t*>(p.flags + place_of(blockIdx.x, first == blockIdx.x)) = p.launch;
+                asm volatile("fence.sc.gpu;" ::: "memory");
+            }
+            __syncwarp();
+            const bool all = all_arrived(p, first, last, lane);
             asm volatile("fence.acq_rel.gpu;" ::: "memory");
-            *static_cast<volatile uint64_t*>(p.flags + place_of(blockIdx.x, first == blockIdx.x)) = p.launch;
-            asm volatile("fence.sc.gpu;" ::: "memory");
+            if (lane == 0 && all) atomicOr(&shared.complete, 1u << speaker);
         }
-        __syncwarp();
-        const bool all = all_arrived(p, first, last, lane);
-        asm volatile("fence.acq_rel.gpu;" ::: "memory");
-        if (lane == 0 && all) atomicOr(&shared.complete, 1u << speaker);
     }
     __syncthreads();
     const unsigned complete = shared.complete;
-#pragma unroll 1
-    for (int task = warp; task < __popc(complete) * rows; task += C::kWarps) {
-        const int number = divide(task, rows), row = task - number * rows, speaker = speaker_of(complete, number);
-        const unsigned first = __shfl_sync(kAll, mine.block, speaker);
-        const unsigned last = piece.partition.owner(__shfl_sync(kAll, mine.last, speaker));
-        write_row<C>(p, __shfl_sync(kAll, mine.segment, speaker), row, lane, merge_blocks<C>(p, first, last, row, lane));
-        if (row == 0) {
+    const auto clear = [&](unsigned first, unsigned last) {
+        if (kTickets) {
+            if (lane == 0) p.flags[2 * first] = kTicketMark;
+        } else {
             for (unsigned b = first + lane; b <= last; b += 32) p.flags[place_of(b, b == first)] = 0;
+        }
+    };
+    if constexpr (kSpread) {
+        // Several warps a row, each with some of the blocks.
+        const int parts = divide(C::kWarps, rows), part = divide(warp, rows), row = warp - part * rows;
+#pragma unroll 1
+        for (unsigned mask = complete; mask != 0; mask &= mask - 1) {
+            const int speaker = __ffs(mask) - 1;
+            const unsigned first = __shfl_sync(kAll, mine.block, speaker);
+            const unsigned last = piece.partition.owner(__shfl_sync(kAll, mine.last, speaker));
+            const unsigned share = divide(last - first + parts, parts), begin = first + part * share;
+            float* const left = reinterpret_cast<float*>(shared.ring[warp]);
+            if (part < parts) {
+                const Row r = merge_blocks<C>(p, first, begin, min(last, begin + share - 1), row, lane);
+                *reinterpret_cast<float4*>(left + 4 * lane) = r.value;
+                if (lane == 0) *reinterpret_cast<float2*>(left + 128) = make_float2(r.reference, r.sum);
+            }
+            __syncthreads();
+            if (part == 0) {
+                Row r;
+                r.reference = kNoExponent;
+#pragma unroll 1
+                for (int i = 0; i < parts; ++i) {
+                    const float* const at = reinterpret_cast<const float*>(shared.ring[warp + i * rows]);
+                    const float2 other = *reinterpret_cast<const float2*>(at + 128);
+                    r.move_to(fmaxf(r.reference, other.x));
+                    r.add(exp2_fast(other.x - r.reference), other.y, *reinterpret_cast<const float4*>(at + 4 * lane));
+                }
+                write_row<C>(p, __shfl_sync(kAll, mine.segment, speaker), row, lane, r);
+                if (row == 0) clear(first, last);
+            }
+            __syncthreads();
+        }
+    } else {
+#pragma unroll 1
+        for (int task = warp; task < __popc(complete) * rows; task += C::kWarps) {
+            const int number = divide(task, rows), row = task - number * rows, speaker = speaker_of(complete, number);
+            const unsigned first = __shfl_sync(kAll, mine.block, speaker);
+            const unsigned last = piece.partition.owner(__shfl_sync(kAll, mine.last, speaker));
+            write_row<C>(p, __shfl_sync(kAll, mine.segment, speaker), row, lane, merge_blocks<C>(p, first, first, last, row, lane));
+            if (row == 0) clear(first, last);
         }
     }
 #endif
