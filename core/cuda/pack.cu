@@ -6,7 +6,7 @@
 //                             |- window blocks, 1 -|----- page blocks ----------|- window blocks, 2 -|
 //                                                  ^ first whole group of new tokens
 //
-// A page block packs one page of one head of keys or values; warps have 32 tokens each. Slots of the ring are reused
+// A page block packs one page of a head, keys and then values; warps have 32 tokens each. Slots of the ring are reused
 // by 2, so one block does 1 and 2 of a head, or several do 2 where there is no 1.
 //
 // Compiled without contraction: every code is that of core/format.
@@ -40,18 +40,38 @@ __device__ Fresh fresh_tokens(const Step& step, const TensorStore& store) {
 struct Work {
     RowArg row;
     Step step;
-    Fresh fresh;
+    Fresh fresh[2];  // of keys, of values
+    __device__ const Fresh& fresh_of(Part part) const { return fresh[part == Part::key ? 0 : 1]; }
+};
+
+// The number-th page of a tensor that page blocks pack into, and what of it is this warp's.
+struct PagePart {
+    bool any, active;
+    int64_t position;
+    uint8_t* part;
+    __device__ __forceinline__ PagePart(const WriteArgs& args, const TensorStore& store, const Work& work, int head,
+                                        unsigned number) {
+        const int64_t sink = store.windows.sink;
+        const Fresh& fresh = work.fresh_of(store.part);
+        const int64_t begin = fresh.begin - sink, end = fresh.end - sink, page = begin / kPageTokens + number;
+        const int64_t slot = page * kPageTokens + threadIdx.x / kWarp * kBlockTokens;
+        any = page * kPageTokens < end;
+        active = slot >= begin && slot < end;
+        position = sink + slot;
+        part = any ? store.page(args.layer.block(work.row.sequence, page), head) : nullptr;
+    }
 };
 
 // False if this block has nothing to do with the row.
-__device__ bool find_work(const WriteArgs& args, const TensorStore& store, Work& work) {
+__device__ bool find_work(const WriteArgs& args, Work& work) {
     if (threadIdx.x == 0) {
         work.row = row_of(args.batch, blockIdx.z);
         work.step.possible = false;
         if (work.row.count > 0) {
             work.step = plan(args, work.row);
             if (work.step.possible) {
-                work.fresh = fresh_tokens(work.step, store);
+                work.fresh[0] = fresh_tokens(work.step, args.layer.key);
+                work.fresh[1] = fresh_tokens(work.step, args.layer.value);
             } else {
                 args.layer.full[work.row.sequence] = 1;
             }
@@ -78,59 +98,57 @@ __device__ PackSource source_of(const View& input, const Work& work, int head, i
 }
 
 __device__ __noinline__ void write_windows(const WriteArgs& args, const TensorStore& store, const View& input, int head,
-                                           const Work& work) {
+                                           int block, const Work& work) {
     const int64_t begin = tail_begin(store.windows, work.step.before, store.part);
-    const bool from_ring = begin < work.fresh.begin;
-    const int blocks = from_ring ? 1 : kWindowBlocks, block = blockIdx.y;
+    const int64_t fresh = work.fresh_of(store.part).begin;
+    const bool from_ring = begin < fresh;
+    const int blocks = from_ring ? 1 : kWindowBlocks;
     if (block >= blocks) return;
     HeadWriter<1, FragmentOrder> writer(args, work.row, work.step, store, input, head);
     if (from_ring) {
-        writer.pack(begin, work.fresh.begin, 0, 1);
+        writer.pack(begin, fresh, 0, 1);
         __syncthreads();
     }
     writer.store(block * kPackWarps + threadIdx.x / kWarp, blocks * kPackWarps);
     writer.count_saturated();
 }
 
-// Grid: x heads of keys, then of values; y window blocks, then pages; z rows of the batch. Keys' pages are left out
-// where another kernel packs them.
+// Grid: x heads; y window blocks of keys, of values, then pages; z rows of the batch. Keys' pages are left out where
+// another kernel packs them.
 template <class C>
 __global__ void __launch_bounds__(kPackThreads, 4) pack_kernel(const __grid_constant__ WriteArgs args, bool key_pages) {
     extern __shared__ float4 memory[];
     __shared__ Work work;
-    const int heads = args.layer.key.heads;
-    const bool key = blockIdx.x < heads;
-    const int head = key ? blockIdx.x : blockIdx.x - heads;
-    const bool windows = blockIdx.y < kWindowBlocks;
-    if (key && !windows && !key_pages) return;
-    const TensorStore& store = key ? args.layer.key : args.layer.value;
-    const View& input = key ? args.k : args.v;
-    if (!find_work(args, store, work)) return;
-    if (windows) {
-        write_windows(args, store, input, head, work);
+    const int head = blockIdx.x;
+    if (!find_work(args, work)) return;
+    if (blockIdx.y < 2 * kWindowBlocks) {
+        const bool key = blockIdx.y < kWindowBlocks;
+        write_windows(args, key ? args.layer.key : args.layer.value, key ? args.k : args.v, head, blockIdx.y % kWindowBlocks, work);
     } else {
-        const int64_t sink = store.windows.sink, begin = work.fresh.begin - sink, end = work.fresh.end - sink;
-        const int64_t page = begin / kPageTokens + blockIdx.y - kWindowBlocks;
-        if (page * kPageTokens < end) {
-            auto& shared = *reinterpret_cast<PackShared<C::kDim>*>(memory);
-            uint8_t* const part = store.page(args.layer.block(work.row.sequence, page), head);
-            const int64_t slot = page * kPageTokens + threadIdx.x / kWarp * kBlockTokens;
-            const bool active = slot >= begin && slot < end;
-            const PackSource source = source_of(input, work, head, sink + slot);
-            int clamped_rows = 0;
-            if (key) {
-                clamped_rows = pack_keys<C::kKeyBits, C::kDim>(shared, args.layer.key.spec(), source, active, part);
-            } else if (active) {
-                clamped_rows = pack_values<C::kValueBits, C::kDim, C::kValueGroups>(shared, args.layer.value.spec(), source, part);
+        auto& shared = *reinterpret_cast<PackShared<C::kDim>*>(memory);
+        const unsigned number = blockIdx.y - 2 * kWindowBlocks;
+        int clamped_rows = 0;
+        if (key_pages) {
+            const TensorStore& store = args.layer.key;
+            const PagePart at(args, store, work, head, number);
+            if (at.any) {
+                clamped_rows = pack_keys<C::kKeyBits, C::kDim>(shared, store.spec(), source_of(args.k, work, head, at.position),
+                                                               at.active, at.part);
             }
-            if (lane() == 0 && clamped_rows > 0) {
-                atomicAdd(args.layer.saturated, static_cast<unsigned long long>(clamped_rows));
-            }
+        }
+        __syncthreads();
+        const TensorStore& store = args.layer.value;
+        const PagePart at(args, store, work, head, number);
+        if (at.active) {
+            clamped_rows += pack_values<C::kValueBits, C::kDim, C::kValueGroups>(
+                shared, store.spec(), source_of(args.v, work, head, at.position), at.part);
+        }
+        if (lane() == 0 && clamped_rows > 0) {
+            atomicAdd(args.layer.saturated, static_cast<unsigned long long>(clamped_rows));
         }
     }
     __syncthreads();
-    const unsigned left_out = key_pages ? 0 : heads * (gridDim.y - kWindowBlocks);
-    arrive(args, work, gridDim.x * gridDim.y - left_out);
+    arrive(args, work, gridDim.x * gridDim.y);
 }
 
 // Pages of keys with query-aware rounding; pack_kernel does the rest. Grid: x heads, y pages, z rows of the batch.
@@ -140,11 +158,11 @@ __global__ void __launch_bounds__(kPackThreads, 2) pack_aware_kernel(const __gri
     __shared__ Work work;
     auto& shared = *reinterpret_cast<AwareShared<DIM>*>(memory);
     const TensorStore& store = args.layer.key;
-    if (!find_work(args, store, work)) return;
-    const int64_t sink = store.windows.sink, begin = work.fresh.begin - sink, end = work.fresh.end - sink;
+    const int head = blockIdx.x;
+    if (!find_work(args, work)) return;
+    const int64_t sink = store.windows.sink, begin = work.fresh[0].begin - sink, end = work.fresh[0].end - sink;
     const int64_t page = begin / kPageTokens + blockIdx.y, slot = page * kPageTokens;
     if (slot >= end) return;
-    const int head = blockIdx.x;
     fetch_tables<DIM>(shared, args.layer.feedback, head);
     __syncthreads();
     const int clamped_rows = pack_keys_aware<BITS, DIM>(
@@ -194,6 +212,8 @@ void prepare_pack(const Layer& layer) {
         using C = decltype(config);
         cudaFuncSetAttribute(pack_aware_kernel<C::kKeyBits, C::kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              static_cast<int>(sizeof(AwareShared<C::kDim>)));
+        cudaFuncSetAttribute(pack_aware_kernel<C::kKeyBits, C::kDim>, cudaFuncAttributePreferredSharedMemoryCarveout,
+                             cudaSharedmemCarveoutMaxShared);  // two blocks a multiprocessor
         cudaFuncSetAttribute(pack_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(pack_bytes<C>()));
     });
 }
@@ -211,7 +231,7 @@ void pack(const WriteArgs& args, Stream stream) {
         if (!key_pages) {
             pack_aware_kernel<C::kKeyBits, C::kDim><<<dim3(heads, pages, rows), kPackThreads, sizeof(AwareShared<C::kDim>), stream>>>(args);
         }
-        pack_kernel<C><<<dim3(2 * heads, kWindowBlocks + pages, rows), kPackThreads, pack_bytes<C>(), stream>>>(args, key_pages);
+        pack_kernel<C><<<dim3(heads, 2 * kWindowBlocks + pages, rows), kPackThreads, pack_bytes<C>(), stream>>>(args, key_pages);
     });
 }
 
