@@ -3,9 +3,6 @@
 
 #include <cuda_runtime.h>
 
-#include <atomic>
-#include <chrono>
-
 #include "cuda/decode_instances.h"
 #include "cuda/decode_kernel.cuh"
 
@@ -39,16 +36,6 @@ bool with_instance(const TensorStore& key, const TensorStore& value, const Visit
     KIVI_DECODE_INSTANCES(KIVI_VISIT_INSTANCE)
 #undef KIVI_VISIT_INSTANCE
     return false;
-}
-
-// A number that no other launch of any process is likely to have had.
-uint64_t next_launch() {
-    static const uint64_t seed = static_cast<uint64_t>(std::chrono::system_clock::now().time_since_epoch().count());
-    static std::atomic<uint64_t> count{0};
-    uint64_t x = (seed ^ reinterpret_cast<uintptr_t>(&count)) + 0x9E3779B97F4A7C15u * ++count;
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
-    x = (x ^ x >> 27) * 0x94D049BB133111EBu;
-    return (x ^ x >> 31) | 1;
 }
 
 bool aligned(const View& view) {
@@ -90,7 +77,6 @@ fast::DecodeArgs arguments(const AttendArgs& args) {
     p.tail_values = layer.value.tail;
     p.q = args.q.data;
     p.q_strides = strides_of(args.q);
-    p.launch = next_launch();
     p.out = args.out.data;
     p.out_strides = strides_of(args.out);
     p.lse = static_cast<float*>(args.lse.data);
@@ -165,9 +151,8 @@ void decode(const AttendArgs& args, int32_t multiprocessors, Stream stream) {
     with_instance(args.layer.key, args.layer.value, [&](auto config) {
         using C = decltype(config);
         fast::DecodeArgs p = arguments(args);
-        p.flags = reinterpret_cast<uint64_t*>(args.workspace);
-        // Rows of floats begin at multiples of 16 bytes: there are two flags a block.
-        p.partials = reinterpret_cast<float*>(p.flags + 2 * multiprocessors);
+        p.tickets = reinterpret_cast<fast::Ticket*>(args.workspace);
+        p.partials = reinterpret_cast<float*>(p.tickets + multiprocessors);
         p.spills = p.partials + size_t(multiprocessors) * 2 * C::kPartialFloats;
         fast::decode_kernel<C><<<multiprocessors, C::kThreads, sizeof(fast::SharedStorage<C>), stream>>>(p);
     });

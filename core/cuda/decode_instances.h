@@ -5,11 +5,6 @@
 // A visit is what a warp fetches at a time; a step is what it multiplies between two looks at the running maximum.
 #pragma once
 
-#if defined(KIVI_DECODE_FEW)
-#define KIVI_DECODE_INSTANCES(X)                 \
-    X(false, 128, 2, 2, 32, 32, 12, 2, 2)        \
-    X(false, 128, 3, 2, 64, 64, 12, 2, 1)
-#else
 #define KIVI_DECODE_INSTANCES(X)                                                        \
     X(false, 128, 2, 2, 32, 32, 12, 2, 2)   /* kivi2-sink */                            \
     X(false, 128, 2, 2, 64, 64, 12, 2, 1)   /* 2.5 bits */                              \
@@ -22,4 +17,3 @@
     X(false, 64, 2, 2, 32, 32, 12, 2, 2)    /* kivi2-sink of small models */            \
     X(false, 64, 4, 2, 64, 64, 12, 2, 2)    /* k4v2 of small models */                  \
     X(false, 64, 4, 4, 32, 32, 12, 2, 2)    /* kivi4 of small models */
-#endif

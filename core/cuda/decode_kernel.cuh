@@ -11,7 +11,7 @@
 //
 // Each warp has a ring of visits in shared memory, filled by bulk copies, and a softmax of its own. What warps of a
 // block leave of one segment is merged in the block; what blocks leave of one segment is merged by the last of them
-// to arrive (see Flags).
+// to arrive (see Tickets).
 //
 // Codes are operands of the tensor cores as they stand (fragment_order.h): key scales are multiplied into q, value
 // scales into p, mins are products of their own.
@@ -28,11 +28,6 @@
 namespace kivi::cuda::fast {
 
 constexpr unsigned kAll = 0xFFFFFFFFu;
-#ifndef KIVI_DECODE_VARIANT
-#define KIVI_DECODE_VARIANT 0
-#endif
-constexpr bool kTickets = KIVI_DECODE_VARIANT & 1, kLateSecond = KIVI_DECODE_VARIANT & 2;
-constexpr bool kAligned = KIVI_DECODE_VARIANT & 4, kSpread = KIVI_DECODE_VARIANT & 8;
 constexpr float kSmallest = 1.0f / 16777216.0f;  // 2^-24: the unit of codes read as fp16
 constexpr float kLn2 = 0.69314718056f;
 
@@ -40,6 +35,11 @@ constexpr float kLn2 = 0.69314718056f;
 struct Strides {
     int64_t row, token, head;
     bool ragged;  // rows are found by their token offset
+};
+
+// Counts the blocks that have left their part of a segment; see Tickets.
+struct alignas(16) Ticket {
+    unsigned long long word;
 };
 
 // What the kernel reads, close together: the first access to each line of the parameters costs a trip to memory.
@@ -58,9 +58,8 @@ struct DecodeArgs {
     const uint8_t *sink_keys, *sink_values, *tail_keys, *tail_values;
     const void* q;
     Strides q_strides;
-    // Partials of blocks, what warps leave on their way, and who has arrived; cut from the caller's workspace.
-    uint64_t launch;  // differs from launch to launch, never 0
-    uint64_t* flags;  // [block][2]
+    // Partials of blocks, what warps leave on their way, and how many have arrived; cut from the caller's workspace.
+    Ticket* tickets;  // [block]
     float* partials;  // [block][2]
     float* spills;    // [block][warp]
     void* out;
@@ -241,7 +240,7 @@ struct Config {
     static_assert(kPartialFloats * 4 <= kStages * kSlotBytes, "a warp leaves its partial in its ring");
 
     static size_t workspace(int blocks) {
-        return size_t(blocks) * (2 * sizeof(uint64_t) + (2 + WARPS) * kPartialFloats * sizeof(float));
+        return size_t(blocks) * (sizeof(Ticket) + (2 + WARPS) * kPartialFloats * sizeof(float));
     }
 };
 
@@ -313,6 +312,29 @@ struct Partition {
         const unsigned wide = remainder * (quotient + 1);
         return place < wide ? divide(place, quotient + 1) : remainder + divide(place - wide, quotient);
     }
+};
+
+// How many blocks share the work. A block's piece is at least as long as the heaviest visit, so at least one visit
+// begins in it. Where there is little work the merge over blocks counts: then blocks begin where segments of equal
+// length do, so that each has a part of one segment only, and segments of up to two visits a warp stay whole.
+template <class C>
+__device__ __forceinline__ unsigned blocks_for(unsigned total, unsigned segments, unsigned grid) {
+    if (total == 0) return 0;
+    constexpr unsigned kWhole = 2 * C::kWarps * C::kVisitWeight;
+    const unsigned blocks = max(1u, min(grid, total / C::kMaxWeight));
+    if (segments > grid || total >= 2 * kWhole * grid) return blocks;
+    if (total <= segments * kWhole) return min(blocks, segments);
+    const unsigned equal = divide(blocks, segments) * segments;
+    return 10 * equal >= 9 * blocks ? equal : blocks;
+}
+
+// Where a segment begins, its last visit begins, and it ends on the line.
+struct Reach {
+    unsigned begin, last, end;
+    template <class C>
+    __device__ Reach(unsigned place, const Extent<C>& e)
+        : begin(place), last(place + e.place(e.visits - 1)), end(place + e.place(e.visits)) {}
+    Reach() = default;
 };
 
 // A warp's piece of the line.
@@ -1125,44 +1147,36 @@ __device__ __forceinline__ Row merge_warps(const DecodeArgs& p, const SharedStor
 }
 
 // Where a block leaves its part of a segment that is not its own alone: in its second place if the segment begins in
-// this block (it is then the block's last one), in its first place otherwise. Its flag stands likewise.
-//
-// Flags: a block writes its part, then its flag, then looks at the flags of all blocks of the segment. Who sees them
-// all set merges; the last to arrive always does. Set means equal to the launch's number, so that the workspace may
-// hold anything before; the one who merges clears them, so that a replayed graph finds none set. Two blocks that
-// arrive together may both merge, and write the same bits.
+// this block (it is then the block's last one), in its first place otherwise.
 __device__ __forceinline__ size_t place_of(unsigned block, bool begins_here) { return size_t(block) * 2 + begins_here; }
 
-// Tickets: the word of a segment stands at the block where it begins. Its upper half says that it is one of ours; else
-// the first of the segment's blocks to look at it, before it takes a ticket, makes it one.
-constexpr uint64_t kTicketMark = 0x6B697669'5EEDull << 16;
-__device__ __forceinline__ bool is_ticket(uint64_t word) { return (word >> 16) == (kTicketMark >> 16); }
-__device__ __forceinline__ void make_ticket(const DecodeArgs& p, unsigned first, unsigned long long seen) {
-    atomicCAS(reinterpret_cast<unsigned long long*>(p.flags + 2 * first), seen, static_cast<unsigned long long>(kTicketMark));
+// Tickets: a block writes its part and takes a ticket of the segment; who takes the last one merges, and puts the
+// ticket back to kFresh for the next launch, replayed graphs too. A segment's ticket is that of the block in which it
+// begins. The workspace may hold anything before: every block that will take a ticket looks at it early, and makes it
+// kFresh if its upper bits do not say that it is a ticket.
+constexpr unsigned long long kFresh = 0x6B697669'5EEDull << 16;
+__device__ __forceinline__ unsigned long long look_at_ticket(const DecodeArgs& p, unsigned block) {
+    return __ldcg(&p.tickets[block].word);
 }
-__device__ __forceinline__ unsigned take_ticket(const DecodeArgs& p, unsigned first) {
-    uint64_t word;
-    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;" : "=l"(word) : "l"(p.flags + 2 * first) : "memory");
+__device__ __forceinline__ void make_ticket(const DecodeArgs& p, unsigned block, unsigned long long seen) {
+    if (seen >> 16 != kFresh >> 16) atomicCAS(&p.tickets[block].word, seen, kFresh);
+}
+// How many were taken before. What was written before by those is visible from now on.
+__device__ __forceinline__ unsigned take_ticket(const DecodeArgs& p, unsigned block) {
+    unsigned long long word;
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;" : "=l"(word) : "l"(&p.tickets[block].word) : "memory");
     return static_cast<unsigned>(word & 0xFFFF);
-}
-
-__device__ __forceinline__ bool all_arrived(const DecodeArgs& p, unsigned first, unsigned last, int lane) {
-    bool all = true;
-    for (unsigned b = first + lane; b <= last; b += 32) {
-        all = all && *static_cast<volatile uint64_t*>(p.flags + place_of(b, b == first)) == p.launch;
-    }
-    return __all_sync(kAll, all);
 }
 
 // Adds a row's partials of blocks first .. last, in their order.
 template <class C>
-__device__ __forceinline__ Row merge_blocks(const DecodeArgs& p, unsigned first, unsigned begin, unsigned last, int row, int lane) {
-    constexpr int kAtOnce = kSpread ? 6 : 18, kStride = 2 * C::kPartialFloats;
+__device__ __forceinline__ Row merge_blocks(const DecodeArgs& p, unsigned first, unsigned last, int row, int lane) {
+    constexpr int kAtOnce = 18, kStride = 2 * C::kPartialFloats;
     Row r;
     r.reference = kNoExponent;
-    const float* from = p.partials + size_t(begin) * kStride + row * C::kPartialRow;
+    const float* from = p.partials + size_t(first) * kStride + row * C::kPartialRow;
 #pragma unroll 1
-    for (unsigned b = begin; b <= last; b += kAtOnce, from += kAtOnce * kStride) {
+    for (unsigned b = first; b <= last; b += kAtOnce, from += kAtOnce * kStride) {
         const int count = min(unsigned(kAtOnce), last - b + 1);
         float2 e[kAtOnce];
         float4 v[kAtOnce];
@@ -1221,20 +1235,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         if (lane >= d) upto += below;
     }
     const unsigned total = __shfl_sync(kAll, upto, min(31, batch_rows - 1));
-    // A block's piece is at least as long as the heaviest visit, so at least one visit begins in it.
-    unsigned blocks = total ? max(1u, min(gridDim.x, total / C::kMaxWeight)) : 0;
-    if (kAligned) {
-        // Little work: blocks begin where segments of equal length do, so that each has a part of one segment only. Where
-        // a segment is no more than two visits a warp, one block has it alone.
-        const unsigned segments = batch_rows * kv_heads;
-        if (segments <= gridDim.x && total < 4 * C::kWarps * C::kVisitWeight * gridDim.x) {
-            const unsigned most = divide(blocks, segments);
-            const unsigned useful = divide(total + segments * 2 * C::kWarps * C::kVisitWeight - 1, segments * 2 * C::kWarps * C::kVisitWeight);
-            // Below two visits a warp there is no hurry: fewer blocks cost less than their merge.
-            if (useful <= 1) blocks = min(blocks, segments);
-            else if (10 * most * segments >= 9 * blocks) blocks = most * segments;
-        }
-    }
+    const unsigned blocks = blocks_for<C>(total, batch_rows * kv_heads, gridDim.x);
     const Partition partition(total, max(blocks, 1u));
     const unsigned block_begin = partition.begin(blockIdx.x);
     const unsigned block_weight =
@@ -1247,8 +1248,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     slice.end = block_begin + block_weight * (order + 1) / C::kWarps;
 
     // Plans visits `from` .. `from` + `count` - 1, one a lane: which segment, which part, where it lies in memory.
-    // `l`: lengths of the slice's first row. `segment_begin`: place on the line of the lane's segment.
-    const auto plan = [&](const Slice& s, Lengths l, unsigned from, int count, unsigned* segment_begin) {
+    // `l`: lengths of the slice's first row. `reach`: of the lane's segment.
+    const auto plan = [&](const Slice& s, Lengths l, unsigned from, int count, Reach* reach) {
         int lane = threadIdx.x & 31;
         asm volatile("" : "+r"(lane));  // (as in visit_window)
         unsigned i = s.first + from + lane, head = s.head, r = s.row, begin = s.row_begin;
@@ -1296,7 +1297,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
                          token % kPageTokens / kBlockTokens << 18 | flags;
             }
         }
-        if (segment_begin) *segment_begin = begin;
+        if (reach) *reach = Reach(begin, e);
         if (lane < count) shared.plan[warp][(from + lane) % 32] = v;
         return v;
     };
@@ -1336,16 +1337,14 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     const auto prepare = [&](const RawQueries<C>& queries) {
         return prepare_queries<C>(queries, p.rotated_keys, shared.queries[warp], lane);
     };
-    // What the warp will see of a segment that begins at `begin`; by one lane, and for the first segment before its
-    // pages are asked for: small loads behind them would wait for megabytes.
-    const auto note = [&](int segment, unsigned begin, int info) {
+    // What the warp will see of a segment; by one lane.
+    const auto note = [&](int segment, const Reach& reach, int info) {
         shared.from_start[warp] = info_first(info);
-        const Extent<C> e(lengths_of(p, divide(segment, kv_heads)));
-        shared.seen[warp] = {segment, begin, begin + e.place(e.visits - 1), partition.owner(begin)};
-        shared.next_begin[warp] = begin + e.place(e.visits);
+        shared.seen[warp] = {segment, reach.begin, reach.last, partition.owner(reach.begin)};
+        shared.next_begin[warp] = reach.end;
     };
     float unit = 0;
-    unsigned long long ticket = kTicketMark;
+    unsigned long long ticket = kFresh;
     unsigned ticket_at = 0;
     if (slice_begin < slice.end) {
         const int owner = __ffs(__ballot_sync(kAll, slice_begin >= upto - own && slice_begin < upto)) - 1;
@@ -1377,17 +1376,17 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         const int expected = slice.row < unsigned(batch_rows) ? slice.row * kv_heads + slice.head : 0;
         RawQueries<C> queries = fetch_queries<C>(p, expected, lane);
         if (lane == 0) shared.slices[warp] = slice;
-        unsigned segment_begin;
-        const Visit v = plan(slice, l, 0, 32, &segment_begin);
+        Reach reach;
+        const Visit v = plan(slice, l, 0, 32, &reach);
         const int first_segment = __shfl_sync(kAll, v.segment, 0);
         if (first_segment >= 0 && first_segment != expected) queries = fetch_queries<C>(p, first_segment, lane);
         unit = prepare(queries);
-        if (lane == 0 && first_segment >= 0) note(first_segment, segment_begin, v.info);
-        if (kTickets && lane == 0 && first_segment >= 0) {
+        if (lane == 0 && first_segment >= 0) {
+            fetch(v, 0, false);
+            note(first_segment, reach, v.info);
             ticket_at = shared.seen[warp].block;
-            ticket = __ldcg(reinterpret_cast<const unsigned long long*>(p.flags + 2 * ticket_at));
+            ticket = look_at_ticket(p, ticket_at);
         }
-        if (lane < (kLateSecond ? 1 : C::kStages) && v.segment >= 0) fetch(v, lane, lane > 0);
     } else if (lane == 0) {
         shared.plan[warp][0].segment = -1;
     }
@@ -1401,12 +1400,13 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         }
     }
     __syncthreads();  // shared.ones, shared.block
-    if (kLateSecond && slice_begin < slice.end && lane < C::kStages && lane > 0) {
+    // All warps' first visits before anyone's second.
+    if (slice_begin < slice.end && lane > 0 && lane < C::kStages) {
         const Visit& v = shared.plan[warp][lane];
         if (v.segment >= 0) fetch(v, lane, true);
     }
     if (block_weight == 0) return;
-    if (kTickets && !is_ticket(ticket)) make_ticket(p, ticket_at, ticket);
+    make_ticket(p, ticket_at, ticket);
 
     HeadState<C> state;
     KeyContext<C> key;
@@ -1432,12 +1432,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
             if (segment >= 0) {
                 unit = prepare(fetch_queries<C>(p, next_segment, lane));
                 if (lane == 0) {
-                    note(next_segment, shared.next_begin[warp], info);
-                    if (kTickets) {
-                        const unsigned at = shared.seen[warp].block;
-                        const unsigned long long word = __ldcg(reinterpret_cast<const unsigned long long*>(p.flags + 2 * at));
-                        if (!is_ticket(word)) make_ticket(p, at, word);
-                    }
+                    const Extent<C> e(lengths_of(p, divide(next_segment, kv_heads)));
+                    note(next_segment, Reach(shared.next_begin[warp], e), info);
+                    const unsigned at = shared.seen[warp].block;
+                    make_ticket(p, at, look_at_ticket(p, at));
                 }
             }
             segment = next_segment;
@@ -1495,76 +1493,25 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     }
     if (sharing == 0) return;
 
-    // The last to arrive merges over blocks. A warp for each of the (one or two) segments looks who has arrived.
+    // The last to arrive merges over blocks. A warp for each of the (one or two) segments takes its ticket.
     if (threadIdx.x == 0) shared.complete = 0;
     __syncthreads();
     if (warp < __popc(sharing)) {
         const int speaker = speaker_of(sharing, warp);
         const unsigned first = __shfl_sync(kAll, mine.block, speaker);
         const unsigned last = piece.partition.owner(__shfl_sync(kAll, mine.last, speaker));
-        if constexpr (kTickets) {
-            if (lane == 0 && take_ticket(p, first) + 1 == last - first + 1) atomicOr(&shared.complete, 1u << speaker);
-        } else {
-            if (lane == 0) {
-                asm volatile("fence.acq_rel.gpu;" ::: "memory");
-                *static_cast<volatile uint64_t*>(p.flags + place_of(blockIdx.x, first == blockIdx.x)) = p.launch;
-                asm volatile("fence.sc.gpu;" ::: "memory");
-            }
-            __syncwarp();
-            const bool all = all_arrived(p, first, last, lane);
-            asm volatile("fence.acq_rel.gpu;" ::: "memory");
-            if (lane == 0 && all) atomicOr(&shared.complete, 1u << speaker);
-        }
+        if (lane == 0 && take_ticket(p, first) == last - first) atomicOr(&shared.complete, 1u << speaker);
     }
     __syncthreads();
     const unsigned complete = shared.complete;
-    const auto clear = [&](unsigned first, unsigned last) {
-        if (kTickets) {
-            if (lane == 0) p.flags[2 * first] = kTicketMark;
-        } else {
-            for (unsigned b = first + lane; b <= last; b += 32) p.flags[place_of(b, b == first)] = 0;
-        }
-    };
-    if constexpr (kSpread) {
-        // Several warps a row, each with some of the blocks.
-        const int parts = divide(C::kWarps, rows), part = divide(warp, rows), row = warp - part * rows;
 #pragma unroll 1
-        for (unsigned mask = complete; mask != 0; mask &= mask - 1) {
-            const int speaker = __ffs(mask) - 1;
-            const unsigned first = __shfl_sync(kAll, mine.block, speaker);
-            const unsigned last = piece.partition.owner(__shfl_sync(kAll, mine.last, speaker));
-            const unsigned share = divide(last - first + parts, parts), begin = first + part * share;
-            float* const left = reinterpret_cast<float*>(shared.ring[warp]);
-            if (part < parts) {
-                const Row r = merge_blocks<C>(p, first, begin, min(last, begin + share - 1), row, lane);
-                *reinterpret_cast<float4*>(left + 4 * lane) = r.value;
-                if (lane == 0) *reinterpret_cast<float2*>(left + 128) = make_float2(r.reference, r.sum);
-            }
-            __syncthreads();
-            if (part == 0) {
-                Row r;
-                r.reference = kNoExponent;
-#pragma unroll 1
-                for (int i = 0; i < parts; ++i) {
-                    const float* const at = reinterpret_cast<const float*>(shared.ring[warp + i * rows]);
-                    const float2 other = *reinterpret_cast<const float2*>(at + 128);
-                    r.move_to(fmaxf(r.reference, other.x));
-                    r.add(exp2_fast(other.x - r.reference), other.y, *reinterpret_cast<const float4*>(at + 4 * lane));
-                }
-                write_row<C>(p, __shfl_sync(kAll, mine.segment, speaker), row, lane, r);
-                if (row == 0) clear(first, last);
-            }
-            __syncthreads();
-        }
-    } else {
-#pragma unroll 1
-        for (int task = warp; task < __popc(complete) * rows; task += C::kWarps) {
-            const int number = divide(task, rows), row = task - number * rows, speaker = speaker_of(complete, number);
-            const unsigned first = __shfl_sync(kAll, mine.block, speaker);
-            const unsigned last = piece.partition.owner(__shfl_sync(kAll, mine.last, speaker));
-            write_row<C>(p, __shfl_sync(kAll, mine.segment, speaker), row, lane, merge_blocks<C>(p, first, first, last, row, lane));
-            if (row == 0) clear(first, last);
-        }
+    for (int task = warp; task < __popc(complete) * rows; task += C::kWarps) {
+        const int number = divide(task, rows), row = task - number * rows, speaker = speaker_of(complete, number);
+        const unsigned first = __shfl_sync(kAll, mine.block, speaker);
+        const unsigned last = piece.partition.owner(__shfl_sync(kAll, mine.last, speaker));
+        const Row r = merge_blocks<C>(p, first, last, row, lane);
+        write_row<C>(p, __shfl_sync(kAll, mine.segment, speaker), row, lane, r);
+        if (row == 0 && lane == 0) p.tickets[first].word = kFresh;
     }
 #endif
 }
