@@ -1,9 +1,9 @@
-// Decode attention and packing on a GPU. Attends at the seven shapes: one captured graph of attends over layers that rotate out of the L2,
+// Decode attention and packing on a GPU. Attends: one captured graph of attends over layers that rotate out of the L2,
 // medians of its replays, beside the copy bandwidth of the same run. One JSON object a line.
-//   bench_gpu              the specs of the fast kernel and the presets
-//   bench_gpu --quick      batch 8, 32K only
-//   bench_gpu --spec NAME  one spec at every shape
-//   bench_gpu --pack       prompts of one sequence with 8 KV heads, a layer
+//   bench_gpu                      the specs of the fast kernel and the presets
+//   bench_gpu --quick              batch 8, 32K only
+//   bench_gpu --spec NAME [SHAPE]  one spec at every shape, or at the one of that number
+//   bench_gpu --pack               prompts of one sequence with 8 KV heads, a layer
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -291,12 +291,14 @@ int main(int argc, char** argv) {
     const double copy = copy_gbps(stream);
     const bool packing = argc > 1 && std::strcmp(argv[1], "--pack") == 0;
     const char* const only = argc > 2 && std::strcmp(argv[1], "--spec") == 0 ? argv[2] : nullptr;
+    const int number = argc > 3 ? std::atoi(argv[3]) : -1;
     for (const Case& c : kCases) {
         if (only != nullptr && std::strcmp(only, c.name) != 0) continue;
         if (packing && (c.sink > 0 || c.query_tokens > 1 || c.dim != 128)) continue;
         for (int which = 0; packing && which < 2; ++which) measure_pack(c, which == 1, 32768, copy, stream);
         if (packing) measure_pack(c, false, 2048, copy, stream);
         for (const Shape& shape : kShapes) {
+            if (number >= 0 && &shape != kShapes + number) continue;
             if (packing || (quick && (shape.batch != 8 || shape.kv_heads != 8))) continue;
             measure(c, shape, copy, stream);
         }
