@@ -5,6 +5,8 @@
 #include <mutex>
 #include <thread>
 
+#include <pthread.h>
+
 #include "cache/refuse.h"
 
 namespace kivi {
@@ -49,6 +51,23 @@ Sweep::~Sweep() {
     if (live > 0) return;
     for (std::atomic<kivi_cache*>& slab : slabs) delete[] slab.exchange(nullptr);
 }
+
+// Held over a fork(), so that the child finds the lists whole and the mutex free.
+void before_fork() { mutex.lock(); }
+void after_fork_in_parent() { mutex.unlock(); }
+void after_fork_in_child() {
+    for (int slab = 0; slab < slab_count; slab++) {
+        kivi_cache* const first = slabs[slab].load();
+        for (kivi_cache* slot = first; slot < first + slab_size(slab); slot++) {
+            const uint32_t use = slot->use.load();
+            if (use == 0) continue;
+            slot->abandoned = (use & kExclusive) != 0;
+            slot->use.store(use & kExclusive);
+        }
+    }
+    mutex.unlock();
+}
+const int watches_forks = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
 
 kivi_cache* take_slot() {
     if (slots_left == 0 && destroyed_count > kQuarantine) {
@@ -103,10 +122,12 @@ void destroy_handle(kivi_cache* handle) {
     std::unique_ptr<Cache> cache(handle->cache.exchange(nullptr));
     if (cache == nullptr) return;
     uint32_t idle = 0;
-    while (!handle->use.compare_exchange_weak(idle, kExclusive)) {
+    while (!handle->abandoned && !handle->use.compare_exchange_weak(idle, kExclusive)) {
         idle = 0;
         std::this_thread::yield();
     }
+    if (handle->abandoned) (void)cache.release();
+    handle->abandoned = false;
     cache.reset();
     handle->use.fetch_sub(kExclusive, std::memory_order_release);
     std::lock_guard<std::mutex> lock(mutex);

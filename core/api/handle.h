@@ -5,6 +5,9 @@
 //   slot  { use word | cache, NULL once destroyed }
 //   use   0 idle, n readers, kExclusive one call that has the cache to itself
 //
+// In the child of a fork() only the forking thread lives on, so calls of others are taken off the use words. A cache
+// that one of them had to itself may be half changed: it stays in use there, and destroying it frees nothing.
+//
 // A destroyed slot is used again only after many others, so a stale handle is refused and not taken for a new
 // cache.
 #pragma once
@@ -19,6 +22,7 @@ struct alignas(64) kivi_cache {
     std::atomic<uint32_t> use{0};
     std::atomic<kivi::Cache*> cache{nullptr};
     kivi_cache* next_destroyed = nullptr;  // in the queue of destroyed slots
+    bool abandoned = false;                // half changed by a thread that did not come through fork()
 };
 
 namespace kivi {

@@ -1,6 +1,9 @@
 // Handles that are NULL, foreign or destroyed are refused without being followed; a cache in conflicting use
-// is refused, not corrupted. [DESTROY-1] [THREAD-1]
+// is refused, not corrupted. [DESTROY-1] [THREAD-1] [FORK-1]
 #include "cache_support.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <set>
@@ -115,4 +118,78 @@ TEST_CASE("destroy waits for a call in progress") {
     }
     other.join();
     CHECK(destroyed);
+}
+
+namespace {
+
+// Runs `body` in the child of a fork; what it returns, or -1 if it did not end.
+template <class Body>
+int in_child(Body&& body) {
+    const pid_t child = fork();
+    REQUIRE(child >= 0);
+    if (child == 0) {
+        alarm(20);  // a hang ends as a failure
+        _exit(body());
+    }
+    int status = -1;
+    REQUIRE(waitpid(child, &status, 0) == child);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+// A thread that is in the middle of a call while it lives.
+template <class Use>
+class Caller {
+  public:
+    explicit Caller(kivi_cache* cache) {
+        thread_ = std::thread([this, cache] {
+            const Use use(cache);
+            inside_ = true;
+            while (!leave_) std::this_thread::yield();
+        });
+        while (!inside_) std::this_thread::yield();
+    }
+    ~Caller() {
+        leave_ = true;
+        thread_.join();
+    }
+
+  private:
+    std::atomic<bool> inside_{false}, leave_{false};
+    std::thread thread_;
+};
+
+}  // namespace
+
+TEST_CASE("after fork() calls of other threads do not hold a cache in the child") {
+    TestCache cache(small_config());
+    REQUIRE(cache.append_layer(0, 0, 3) == KIVI_OK);
+    {
+        const Caller<kivi::SharedUse> reader(cache);
+        CHECK(cache.append_layer(0, 0, 3) == KIVI_ERROR_STATE);
+        CHECK(in_child([&] {
+                  if (cache.append_layer(0, 0, 3) != KIVI_OK || cache.length(0, 0) != 6) return 1;
+                  kivi_cache_destroy(cache);
+                  return cache.append_layer(0, 0, 3) == KIVI_ERROR_STATE ? 0 : 2;
+              }) == 0);
+    }
+    CHECK(cache.append_layer(0, 0, 3) == KIVI_OK);
+    CHECK(cache.length(0, 0) == 6);
+}
+
+TEST_CASE("after fork() a cache that another thread was changing is refused in the child, and destroy returns") {
+    TestCache cache(small_config());
+    {
+        const Caller<kivi::ExclusiveUse> writer(cache);
+        CHECK(in_child([&] {
+                  if (cache.append_layer(0, 0, 3) != KIVI_ERROR_STATE) return 1;
+                  kivi_cache_destroy(cache);
+                  if (cache.append_layer(0, 0, 3) != KIVI_ERROR_STATE) return 2;
+                  const kivi_config config = small_config();
+                  kivi_cache* other = nullptr;
+                  if (kivi_cache_create(&config, &other) != KIVI_OK) return 3;
+                  kivi_cache_destroy(other);
+                  return 0;
+              }) == 0);
+    }
+    CHECK(cache.append_layer(0, 0, 3) == KIVI_OK);
 }
