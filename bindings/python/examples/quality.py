@@ -18,7 +18,7 @@ import sys
 import kivi
 
 import command_line
-from candidates import BASELINE, Candidate, bits_per_element, open_caches
+from candidates import BASELINE, QUERY_AWARE, Candidate, bits_per_element, open_caches
 from command_line import SCORED_FROM
 from engine.decode import score_windows
 from engine.gguf_file import ModelError, ModelFile
@@ -30,7 +30,7 @@ CANDIDATES = [
     Candidate("kivi2-paper"),
     Candidate("kivi2-sink"),
     Candidate("k3v2"),
-    Candidate("k3v2", name="k3v2 rotated keys, query-aware", rotate_keys=True, moments=True),
+    QUERY_AWARE,
     Candidate("kivi4"),
     Candidate("k4v2"),
     Candidate("kivi2-sink", name="K4 V2 g32, windows 32/96/32",

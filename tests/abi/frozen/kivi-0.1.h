@@ -379,7 +379,9 @@ typedef struct kivi_statistics {
     uint64_t live_bytes;     /* bytes of K and V that attend would read: pages and windows, all sequences */
 } kivi_statistics;
 
-/* layer -1: sums over all layers; key_rounding and moments are then the lowest of any layer. */
+/* layer -1: sums over all layers; key_rounding and moments are then the lowest of any layer. On CUDA it waits
+ * for the device, so that the rows of queued appends are counted; after a device error, or while the thread
+ * captures a graph, saturated_rows is as last known. */
 KIVI_API kivi_status kivi_query_statistics(const kivi_cache *cache, int32_t layer,
                                            kivi_statistics *statistics, size_t struct_size);
 
@@ -485,7 +487,8 @@ KIVI_API kivi_status kivi_import(kivi_cache *cache, int32_t sequence, const void
 /* Adds the queries q [rows, tokens, q_heads, key_dim] (or rank 3), as attend would be given them, to the
  * layer's second moments: per KV head the mean of q q' over its query heads, in the stored basis. Any
  * text of the model's kind serves; a few hundred tokens give most of the gain. Only for layers with
- * KIVI_ROUND_QUERY_AWARE. The batch's sequences are not looked at, only counts and offsets.
+ * KIVI_ROUND_QUERY_AWARE. The batch's sequences are not looked at, only counts and offsets. None of the calls
+ * with moments is for the hot path: they may allocate, and wait for the stream or the device.
  * [MOMENTS-2] Accumulating or setting after a commit asks for another commit, and is refused with
  * KIVI_ERROR_STATE while something is packed with the committed moments. */
 KIVI_API kivi_status kivi_moments_accumulate(kivi_cache *cache, int32_t layer, const kivi_batch *batch,

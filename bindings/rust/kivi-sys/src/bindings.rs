@@ -663,7 +663,7 @@ const _: () = {
         [::core::mem::offset_of!(kivi_statistics, live_bytes) - 72usize];
 };
 extern "C" {
-    #[doc = "```text\nlayer -1: sums over all layers; key_rounding and moments are then the lowest of any layer.\n```"]
+    #[doc = "```text\nlayer -1: sums over all layers; key_rounding and moments are then the lowest of any layer. On CUDA it waits\nfor the device, so that the rows of queued appends are counted; after a device error, or while the thread\ncaptures a graph, saturated_rows is as last known.\n```"]
     pub fn kivi_query_statistics(
         cache: *const kivi_cache,
         layer: i32,
@@ -830,7 +830,7 @@ extern "C" {
     ) -> kivi_status;
 }
 extern "C" {
-    #[doc = "```text\nAdds the queries q [rows, tokens, q_heads, key_dim] (or rank 3), as attend would be given them, to the\nlayer's second moments: per KV head the mean of q q' over its query heads, in the stored basis. Any\ntext of the model's kind serves; a few hundred tokens give most of the gain. Only for layers with\nKIVI_ROUND_QUERY_AWARE. The batch's sequences are not looked at, only counts and offsets.\n[MOMENTS-2] Accumulating or setting after a commit asks for another commit, and is refused with\nKIVI_ERROR_STATE while something is packed with the committed moments.\n```"]
+    #[doc = "```text\nAdds the queries q [rows, tokens, q_heads, key_dim] (or rank 3), as attend would be given them, to the\nlayer's second moments: per KV head the mean of q q' over its query heads, in the stored basis. Any\ntext of the model's kind serves; a few hundred tokens give most of the gain. Only for layers with\nKIVI_ROUND_QUERY_AWARE. The batch's sequences are not looked at, only counts and offsets. None of the calls\nwith moments is for the hot path: they may allocate, and wait for the stream or the device.\n[MOMENTS-2] Accumulating or setting after a commit asks for another commit, and is refused with\nKIVI_ERROR_STATE while something is packed with the committed moments.\n```"]
     pub fn kivi_moments_accumulate(
         cache: *mut kivi_cache,
         layer: i32,
