@@ -357,6 +357,77 @@ TEST_CASE(
     }
 }
 
+TEST_CASE("fault 118: support tells what create and the calls then do for every pair of features") {
+    using Change = void (*)(kivi_config&);
+    const Change features[] = {
+        [](kivi_config& c) { c.layer.k = token(c.layer.k.bits, 32); },
+        [](kivi_config& c) { c.layer.v = channel(c.layer.v.bits, 32); },
+        [](kivi_config& c) { c.layer.k = full(); },
+        [](kivi_config& c) { c.layer.v = full(); },
+        [](kivi_config& c) { c.layer.k.transform = KIVI_TRANSFORM_HADAMARD; },
+        [](kivi_config& c) { c.layer.v.transform = KIVI_TRANSFORM_HADAMARD; },
+        [](kivi_config& c) { c.layer.k.rounding = KIVI_ROUND_QUERY_AWARE; },
+        [](kivi_config& c) { c.layer.v.rounding = KIVI_ROUND_QUERY_AWARE; },
+        [](kivi_config& c) { c.layer.k = ratio(c.layer.k, 0.9f); },
+        [](kivi_config& c) { c.layer.v = ratio(c.layer.v, 0.9f); },
+        [](kivi_config& c) { c.layer.k.param_dtype = KIVI_F32; },
+        [](kivi_config& c) { c.layer.v.param_dtype = KIVI_F32; },
+        [](kivi_config& c) { c.layer.k.group = 64; },
+        [](kivi_config& c) { c.layer.v.group = KIVI_GROUP_HEAD; },
+        [](kivi_config& c) { c.layer.k.bits = 8; },
+        [](kivi_config& c) { c.layer.v.bits = 3; },
+        [](kivi_config& c) { c.layer.key_dim = 80; },
+        [](kivi_config& c) { c.layer.value_dim = 24; },
+        [](kivi_config& c) { c.layer.q_heads = 7; },
+        [](kivi_config& c) { c.layer.q_heads = 14, c.layer.kv_heads = 2; },
+        [](kivi_config& c) { c.window_dtype = KIVI_BF16; },
+        [](kivi_config& c) { c.window_dtype = KIVI_F32; },
+        [](kivi_config& c) { c.schedule = KIVI_SCHEDULE_PUBLISHED, c.sink = 0, c.recent = c.flush = 64; },
+        [](kivi_config& c) { c.sink = 0; },
+        [](kivi_config& c) { c.recent = 0; },
+        [](kivi_config& c) { c.flush = 128; },
+    };
+    Random random(118);
+    int refused = 0, served = 0;
+    for (const Change& first : features) {
+        for (const Change& second : features) {
+            kivi_config with = config(channel(2, 32), token(2, 32), {1, 2, 64, 64}, {64, 40, 64});
+            first(with);
+            second(with);
+            CAPTURE(&first - features);
+            CAPTURE(&second - features);
+            kivi_support support{};
+            REQUIRE(kivi_query_support(&with, 0, &support, sizeof support) == KIVI_OK);
+            const bool accepted = create_status(with) == KIVI_OK;
+            CHECK(support.supported == int(accepted));
+            if (!accepted) {
+                ++refused;
+                CHECK(support.reason == error());
+                continue;
+            }
+            ++served;
+            const Cache cache(with), copy(with);
+            if (with.layer.k.rounding == KIVI_ROUND_QUERY_AWARE) {
+                const kivi_layer& layer = with.layer;
+                const Tensor q(KIVI_F32, {90, layer.q_heads, layer.key_dim},
+                               random.normals(size_t(90 * layer.q_heads * layer.key_dim)));
+                REQUIRE(kivi_moments_accumulate(cache, 0, Batch({{0, 90}}), q, nullptr) == KIVI_OK);
+                REQUIRE(kivi_moments_commit(cache, 0, nullptr) == KIVI_OK);
+                const Bytes moments = cache.moments_blob();
+                REQUIRE(kivi_moments_import(copy, 0, moments.data(), moments.size(), nullptr) == KIVI_OK);
+            }
+            cache.append(0, random_tokens(random, with.layer, 270), 0, 270, 150);
+            if (with.schedule == KIVI_SCHEDULE_ROLLING) cache.flush();
+            const size_t queries = size_t(2 * with.layer.q_heads * with.layer.key_dim);
+            check_attend(cache, {{0, 2}}, random.normals(queries));
+            REQUIRE(copy.import(0, cache.blob()) == KIVI_OK);
+            CHECK(copy.blob() == cache.blob());
+        }
+    }
+    CHECK(refused > 50);
+    CHECK(served > 400);
+}
+
 TEST_CASE("TEST 27: offset key channels need grouping by channel") {
     Random random(27);
     Tokens tokens{random.normals(512 * 128), random.normals(512 * 128)};

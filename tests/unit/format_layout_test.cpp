@@ -151,7 +151,7 @@ TEST_CASE("64-bit sizes") {
     CHECK(block_bytes(m) == int64_t{100} * 64 * 2 * (16 * 8 * 512 + 256 * 2 * 512 / 32));
 }
 
-TEST_CASE("the layout id tells orders, specs, dims and sinks apart") {
+TEST_CASE("fault 38: the layout id tells orders, specs, dims and sinks apart") {
     const Model m = model({32, 96, 32, 32, KIVI_SCHEDULE_ROLLING}, {layer(2, 64, 64, kKeys2, kValues2)});
     std::vector<uint64_t> ids{layout_id(m, 0), layout_id(m, 1)};
     const auto with = [&](auto change) {
