@@ -34,6 +34,8 @@
  *              together (attend: each with its own workspace); every other call needs the cache to
  *              itself. [THREAD-1] A call that finds the cache in conflicting use returns
  *              KIVI_ERROR_STATE and does nothing.
+ *              [FORK-1] The child of a fork() has caches of the CPU of its own, without their threads; one
+ *              that another thread was changing meanwhile answers KIVI_ERROR_STATE there until it is destroyed.
  *   Hot path   append, flush and attend never allocate, never wait for the device and read no device
  *              memory on the host. One exception: on CUDA a thread's first attend with more rows than
  *              it had before takes host memory, about 100 bytes a row.
