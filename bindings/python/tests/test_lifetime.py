@@ -119,3 +119,30 @@ def test_create_and_close_do_not_leak(small):
 
     settled = cycle(20)
     assert cycle(60) - settled < 8 * 1024  # KiB; one such cache takes about 1 MiB
+
+
+def test_a_child_of_fork_uses_and_closes_a_cache_that_a_thread_of_the_parent_reads():
+    result = run(MAKE + """
+import os, signal, threading, time, warnings
+warnings.simplefilter("ignore")  # that this process has threads
+expected = cache.attend(0, k[:1])
+q = numpy.ones((4096, 2, 64), numpy.float32)
+done = False
+def read():
+    while not done:
+        cache.attend(0, q)
+thread = threading.Thread(target=read, daemon=True)
+thread.start()
+time.sleep(0.05)
+for _ in range(5):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # a hang ends as a failure
+        same = numpy.array_equal(cache.attend(0, k[:1]), expected)
+        cache.close()
+        os._exit(0 if same and cache.closed else 1)
+    assert os.waitpid(child, 0)[1] == 0
+done = True
+thread.join()
+""")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

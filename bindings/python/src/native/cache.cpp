@@ -92,7 +92,7 @@ void Cache::operator delete(void* memory) { std::free(memory); }
 Cache::~Cache() { kivi_cache_destroy(cache_); }
 
 void Cache::close() {
-    if (running_ > 0) {
+    if (running_ > 0 && process_ == getpid()) {
         raise(KIVI_ERROR_STATE, "cache: close while " + std::to_string(running_) +
                                     " calls on it are under way in other threads");
     }

@@ -3,6 +3,8 @@
 #include <memory>
 #include <vector>
 
+#include <unistd.h>
+
 #include "array.h"
 #include "batch.h"
 #include "config.h"
@@ -100,6 +102,7 @@ class Cache {
 
     kivi_cache* cache_ = nullptr;
     int running_ = 0;  // calls under way in other threads, guarded by the GIL
+    const pid_t process_ = getpid();  // whose threads those are: the child of a fork has none of them
     int32_t device_;
     int32_t max_sequences_;
     std::vector<kivi_layer> layers_;
