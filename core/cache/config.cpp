@@ -7,8 +7,8 @@
 #include <limits>
 #include <numeric>
 #include <string>
-#include <thread>
 
+#include "backend/processors.h"
 #include "cache/refuse.h"
 
 namespace kivi {
@@ -57,11 +57,6 @@ void check_sizes(const Model& model) {
                         " and pool_tokens ", model.pool_tokens,
                         " need more than the limit of 2147483647 blocks of ", kPageTokens, " tokens");
     }
-}
-
-int default_threads() {
-    const unsigned cores = std::thread::hardware_concurrency();
-    return cores == 0 ? 1 : static_cast<int>(std::min(cores, static_cast<unsigned>(kMostThreads)));
 }
 
 }  // namespace
@@ -241,7 +236,7 @@ Model make_model(const kivi_config& config) {
     model.max_sequences = config.max_sequences;
     model.max_tokens = config.max_tokens;
     model.pool_tokens = config.pool_tokens;
-    model.threads = config.threads > 0 ? config.threads : default_threads();
+    model.threads = config.threads > 0 ? config.threads : std::min(processors(), kMostThreads);
     model.reference = (config.flags & KIVI_CACHE_REFERENCE) != 0;
 
     if (config.layers == nullptr) {

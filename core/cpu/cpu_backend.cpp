@@ -7,9 +7,9 @@
 #include <cstring>
 #include <vector>
 
-#include <sched.h>
 #include <unistd.h>
 
+#include "backend/processors.h"
 #include "cpu/append.h"
 #include "cpu/attend.h"
 #include "cpu/canonical.h"
@@ -258,18 +258,12 @@ class CpuBackend final : public Backend {
 
 int32_t count() { return 1; }
 
-int cores() {
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-    return static_cast<int>(std::max(1L, sysconf(_SC_NPROCESSORS_ONLN)));
-}
-
 kivi_device_info query(int32_t) {
     kivi_device_info info{};
     info.struct_size = sizeof info;
     info.device = KIVI_CPU;
     info.available = 1;
-    info.threads = cores();
+    info.threads = processors();
     info.memory_bytes =
         static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
     std::strncpy(info.name, simd::target_name(simd::best_target()), sizeof info.name - 1);

@@ -4,6 +4,8 @@
 #include <functional>
 #include <limits>
 
+#include <sched.h>
+
 using namespace kivi_test;
 
 namespace {
@@ -322,4 +324,29 @@ TEST_CASE("devices: the CPU is there, CUDA is not in this build and says so") {
     CHECK(kivi_device_query(KIVI_CUDA, 0, &info, sizeof info) == KIVI_OK);
     CHECK(info.available == 0);
     CHECK(contains(info.reason, "no CUDA"));
+}
+
+TEST_CASE("threads 0 are the cores that the calling thread may run on") {
+    cpu_set_t all;
+    REQUIRE(sched_getaffinity(0, sizeof all, &all) == 0);
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    for (int cpu = 0; CPU_COUNT(&one) == 0; ++cpu) {
+        if (CPU_ISSET(cpu, &all)) CPU_SET(cpu, &one);
+    }
+    REQUIRE(sched_setaffinity(0, sizeof one, &one) == 0);
+    kivi_config config = small_config();
+    config.threads = 0;
+    kivi_device_info info;
+    kivi_memory chosen, alone;
+    CHECK(kivi_device_query(KIVI_CPU, 0, &info, sizeof info) == KIVI_OK);
+    CHECK(kivi_cache_estimate(&config, &chosen, sizeof chosen) == KIVI_OK);
+    config.threads = 1;
+    CHECK(kivi_cache_estimate(&config, &alone, sizeof alone) == KIVI_OK);
+    REQUIRE(sched_setaffinity(0, sizeof all, &all) == 0);
+    CHECK(info.threads == 1);
+    CHECK(chosen.total_bytes == alone.total_bytes);
+    config.threads = 2;
+    CHECK(kivi_cache_estimate(&config, &alone, sizeof alone) == KIVI_OK);
+    CHECK(chosen.total_bytes < alone.total_bytes);
 }

@@ -229,7 +229,8 @@ typedef struct kivi_config {
     int32_t flush;             /* F: tokens packed at a time */
     int32_t schedule;          /* enum kivi_schedule */
     int32_t layer_count;
-    int32_t threads;           /* CPU: threads of the cache, the caller's included; 0: one a core */
+    int32_t threads;           /* CPU: threads of the cache, the caller's included; 0: one for each core
+                                  that the thread which creates it may run on */
     const kivi_layer *layers;  /* [layer_count]; NULL: every layer is `layer` */
     kivi_layer layer;
     uint64_t flags;            /* enum kivi_cache_flags */
@@ -263,7 +264,7 @@ typedef struct kivi_device_info {
     size_t struct_size;
     int32_t device, device_id;
     int32_t available;     /* 1 if a cache can be created there */
-    int32_t threads;       /* CPU: cores; CUDA: multiprocessors */
+    int32_t threads;       /* CPU: cores that the calling thread may run on; CUDA: multiprocessors */
     int32_t capability;    /* CUDA: 10 * major + minor, 90 for sm_90; CPU: 0 */
     int32_t reserved0;
     uint64_t memory_bytes; /* total */

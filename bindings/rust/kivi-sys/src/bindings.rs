@@ -258,7 +258,7 @@ pub struct kivi_config {
     #[doc = "```text\nenum kivi_schedule\n```"]
     pub schedule: i32,
     pub layer_count: i32,
-    #[doc = "```text\nCPU: threads of the cache, the caller's included; 0: one a core\n```"]
+    #[doc = "```text\nCPU: threads of the cache, the caller's included; 0: one for each core\nthat the thread which creates it may run on\n```"]
     pub threads: i32,
     #[doc = "```text\n[layer_count]; NULL: every layer is `layer`\n```"]
     pub layers: *const kivi_layer,
@@ -365,7 +365,7 @@ pub struct kivi_device_info {
     pub device_id: i32,
     #[doc = "```text\n1 if a cache can be created there\n```"]
     pub available: i32,
-    #[doc = "```text\nCPU: cores; CUDA: multiprocessors\n```"]
+    #[doc = "```text\nCPU: cores that the calling thread may run on; CUDA: multiprocessors\n```"]
     pub threads: i32,
     #[doc = "```text\nCUDA: 10 * major + minor, 90 for sm_90; CPU: 0\n```"]
     pub capability: i32,
