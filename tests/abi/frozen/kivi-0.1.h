@@ -437,7 +437,8 @@ KIVI_API kivi_status kivi_attend_params_init(kivi_attend_params *params, size_t 
  * changes. params NULL: defaults. workspace: any alignment, `workspace_bytes` at least kivi_attend_workspace
  * of these shapes, else KIVI_ERROR_BUFFER_TOO_SMALL. Agrees with double precision on the dequantised cache
  * within 1e-3 (CPU), 3e-3 (CUDA) of the output's norm while scaled scores stay below about 1000; larger ones
- * lose the digits of their differences, since scores are fp32. */
+ * lose the digits of their differences, since scores are fp32. Products beyond the range of fp32 (keys,
+ * values or queries near 1e38) give infinities or NaN, as the formula does in fp32. */
 KIVI_API kivi_status kivi_attend(const kivi_cache *cache, int32_t layer, const kivi_batch *batch,
                                  const kivi_tensor *q, const kivi_tensor *out,
                                  const kivi_attend_params *params, void *workspace, size_t workspace_bytes,
