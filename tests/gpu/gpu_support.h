@@ -60,6 +60,21 @@ class Numbers {
     uint64_t state_;
 };
 
+inline kivi_tensor dense_view(void* data, int32_t dtype, int32_t device, std::initializer_list<int64_t> shape) {
+    kivi_tensor tensor{};
+    tensor.data = data;
+    tensor.dtype = dtype;
+    tensor.device = device;
+    tensor.rank = static_cast<int32_t>(shape.size());
+    int64_t stride = 1;
+    for (int axis = tensor.rank - 1; axis >= 0; --axis) {
+        tensor.shape[axis] = shape.begin()[axis];
+        tensor.stride[axis] = stride;
+        stride *= shape.begin()[axis];
+    }
+    return tensor;
+}
+
 // f32 memory on the host and on the device with the same contents.
 class Floats {
   public:
@@ -82,18 +97,7 @@ class Floats {
     }
     // A dense view of the shape, on either side.
     kivi_tensor view(int32_t device, std::initializer_list<int64_t> shape) {
-        kivi_tensor tensor{};
-        tensor.data = device == KIVI_CPU ? static_cast<void*>(host.data()) : device_;
-        tensor.dtype = KIVI_F32;
-        tensor.device = device;
-        tensor.rank = static_cast<int32_t>(shape.size());
-        int64_t stride = 1;
-        for (int axis = tensor.rank - 1; axis >= 0; --axis) {
-            tensor.shape[axis] = shape.begin()[axis];
-            tensor.stride[axis] = stride;
-            stride *= shape.begin()[axis];
-        }
-        return tensor;
+        return dense_view(device == KIVI_CPU ? static_cast<void*>(host.data()) : device_, KIVI_F32, device, shape);
     }
 
     std::vector<float> host;
@@ -128,18 +132,7 @@ class Halfs {
         return floats(bits);
     }
     kivi_tensor view(int32_t device, std::initializer_list<int64_t> shape) {
-        kivi_tensor tensor{};
-        tensor.data = device == KIVI_CPU ? static_cast<void*>(host.data()) : device_;
-        tensor.dtype = KIVI_F16;
-        tensor.device = device;
-        tensor.rank = static_cast<int32_t>(shape.size());
-        int64_t stride = 1;
-        for (int axis = tensor.rank - 1; axis >= 0; --axis) {
-            tensor.shape[axis] = shape.begin()[axis];
-            tensor.stride[axis] = stride;
-            stride *= shape.begin()[axis];
-        }
-        return tensor;
+        return dense_view(device == KIVI_CPU ? static_cast<void*>(host.data()) : device_, KIVI_F16, device, shape);
     }
     std::vector<uint16_t> host;
 
