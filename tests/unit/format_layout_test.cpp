@@ -6,19 +6,14 @@
 #include "format/checksum.h"
 #include "format/layout.h"
 #include "format/policy.h"
+#include "spec_support.h"
 
 using namespace kivi;
 
 namespace {
 
 kivi_spec spec(int bits, int32_t axis, int group, int32_t param_dtype = KIVI_F16) {
-    kivi_spec s{};
-    s.bits = bits;
-    if (bits == 16) return s;
-    s.axis = axis;
-    s.group = group;
-    s.param_dtype = param_dtype;
-    return s;
+    return kivi_test::make_spec(bits, axis, group, KIVI_TRANSFORM_NONE, param_dtype);
 }
 
 kivi_layer layer(int heads, int key_dim, int value_dim, const kivi_spec& k, const kivi_spec& v) {
