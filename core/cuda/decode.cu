@@ -3,8 +3,10 @@
 
 #include <cuda_runtime.h>
 
+#include "cuda/decode_config.h"
 #include "cuda/decode_instances.h"
 #include "cuda/decode_kernel.cuh"
+#include "cuda/decode_shared.cuh"
 
 namespace kivi::cuda {
 namespace {

@@ -1,0 +1,73 @@
+// One instance of the decode kernel: shapes of pages, visits and shared memory that follow from its parameters.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/decode_args.h"
+#include "cuda/fragment_order.h"
+
+namespace kivi::cuda::fast {
+
+constexpr int greatest_divisor(int a, int b) { return b != 0 ? greatest_divisor(b, a % b) : a; }
+
+template <bool BF16, int DIM, int KEY_BITS, int VALUE_BITS, int KEY_GROUP, int VALUE_GROUP, int WARPS,
+          int VISIT_BLOCKS, int STEP_BLOCKS>
+struct Config {
+    static constexpr bool kBf16 = BF16;  // q, out and the windows; scales and mins are fp16
+    static constexpr int kDim = DIM, kKeyBits = KEY_BITS, kValueBits = VALUE_BITS;
+    static constexpr int kKeyGroup = KEY_GROUP, kValueGroups = DIM / VALUE_GROUP;
+    static constexpr int kSteps = DIM / 16, kPairs = kSteps / 2;
+    static constexpr int kRows = 8;        // query tokens x query heads of one KV head: the columns of an mma
+    static constexpr int kThreadRows = 2;  // rows whose scores a thread holds
+    static constexpr int kWarps = WARPS, kThreads = 32 * WARPS;
+    static constexpr int kStages = 2;  // visits in a ring
+    static constexpr int kVisitBlocks = VISIT_BLOCKS, kStepBlocks = STEP_BLOCKS;
+    static constexpr int kVisitTokens = VISIT_BLOCKS * kBlockTokens;
+    static_assert(DIM == 64 || DIM == 128);
+    static_assert(KEY_BITS != 3 || DIM == 128, "sixteen operands share three vectors");
+    static_assert(kValueGroups <= 4, "mins of four groups and the sum of p share eight rows");
+    static_assert(WARPS % 4 == 0 && WARPS <= 16, "whole rounds of the four schedulers; deposits[] has 16 places");
+    static_assert(VISIT_BLOCKS % STEP_BLOCKS == 0 && kPageTokens % kVisitTokens == 0);
+
+    // A page in memory.
+    static constexpr int kKeyParams = 4 * DIM, kKeyCodes = 4 * DIM * KEY_BITS;
+    static constexpr int kGroupBlocks = KEY_GROUP / kBlockTokens;
+    static constexpr int kGroupBytes = kKeyParams + kGroupBlocks * kKeyCodes;
+    static constexpr int kValueCodes = 4 * DIM * VALUE_BITS, kValueBlock = kValueCodes + 128 * kValueGroups;
+
+    // A visit to it, in a slot: keys, then values. Where a key group is longer than a visit, its parameters come
+    // in front of each visit's codes.
+    static constexpr bool kSharedParams = KEY_GROUP > kVisitTokens;
+    static constexpr int kVisitGroups = kSharedParams ? 1 : kVisitTokens / KEY_GROUP;
+    static constexpr int kKeyBytes =
+        kSharedParams ? kKeyParams + VISIT_BLOCKS * kKeyCodes : kVisitGroups * kGroupBytes;
+    static constexpr int kValueBytes = VISIT_BLOCKS * kValueBlock, kVisitBytes = kKeyBytes + kValueBytes;
+    __host__ __device__ static constexpr int key_codes(int block) {
+        return kSharedParams ? kKeyParams + block * kKeyCodes
+                             : block / kGroupBlocks * kGroupBytes + kKeyParams + block % kGroupBlocks * kKeyCodes;
+    }
+    static constexpr int kKeyStride = VISIT_BLOCKS > 1 ? key_codes(1) - key_codes(0) : 0;
+    static_assert(VISIT_BLOCKS <= 2 || KEY_GROUP == 32, "blocks of a visit equally far apart");
+
+    // A visit to a window: 16 tokens, keys then values.
+    static constexpr int kWindowTokens = 16, kRowBytes = 2 * DIM;
+    static constexpr int kWindowHalf = kWindowTokens * kRowBytes;
+    static constexpr int kSlotBytes = ((2 * kWindowHalf > kVisitBytes ? 2 * kWindowHalf : kVisitBytes) + 127) / 128 * 128;
+
+    static constexpr int kWindowKilo = (2 * kWindowHalf + 512) / 1024, kVisitKilo = (kVisitBytes + 512) / 1024;
+    static constexpr int kUnit = greatest_divisor(kWindowKilo, kVisitKilo);
+    static constexpr unsigned kWindowWeight = kWindowKilo / kUnit, kVisitWeight = kVisitKilo / kUnit;
+    static constexpr unsigned kMaxWeight = kWindowWeight > kVisitWeight ? kWindowWeight : kVisitWeight;
+
+    // One unnormalised result: for each row its channels, the reference exponent and the sum of p; padded against
+    // bank conflicts.
+    static constexpr int kPartialRow = DIM + 4, kPartialExponent = DIM;
+    static constexpr int kPartialFloats = kRows * kPartialRow;
+    static_assert(kPartialFloats * 4 <= kStages * kSlotBytes, "a warp leaves its partial in its ring");
+
+    static size_t workspace(int blocks) {
+        return size_t(blocks) * (sizeof(Ticket) + (2 + WARPS) * kPartialFloats * sizeof(float));
+    }
+};
+
+}  // namespace kivi::cuda::fast

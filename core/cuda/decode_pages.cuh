@@ -1,0 +1,241 @@
+// A visit to a page: key products, softmax, value products, all from codes as they stand.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/decode_codes.cuh"
+#include "cuda/decode_instructions.cuh"
+#include "cuda/decode_line.cuh"
+#include "cuda/decode_queries.cuh"
+#include "cuda/decode_shared.cuh"
+#include "cuda/decode_softmax.cuh"
+
+namespace kivi::cuda::fast {
+
+// q . mins for every key group of the visit, in powers of two; the result of group g ends up in the threads with
+// row % groups == g. A vector of mins is an A operand as it stands: rows 0..7 are the even k-step of the pair, rows
+// 8..15 the odd one, each valid for its own B operand only.
+template <class C>
+__device__ __forceinline__ void key_min_terms(const HeadState<C>& s, const SharedStorage<C>& shared,
+                                              const uint8_t* slot, int warp, int lane,
+                                              float (&term)[C::kThreadRows]) {
+    const int row = lane >> 2, column = lane & 3;
+    const uint8_t* const mins = slot + (row % C::kVisitGroups) * C::kGroupBytes + C::kDim * 2 + column * 16;
+#pragma unroll
+    for (int i = 0; i < C::kPairs; ++i) {
+        const uint4 v = load16(mins + i * 64), q = query_vector<C>(shared, i, warp, lane);
+        float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+        mma(even, v.x, v.y, v.z, v.w, q.x, q.y);
+        mma(odd, v.x, v.y, v.z, v.w, q.z, q.w);
+        const float e = float(1 << step_power(C::kKeyBits, 2 * i)), o = float(1 << step_power(C::kKeyBits, 2 * i + 1));
+#pragma unroll
+        for (int h = 0; h < C::kThreadRows; ++h) {
+            term[h] = i == 0 ? even[h] * e : fmaf(even[h], e, term[h]);
+            term[h] = fmaf(odd[2 + h], o, term[h]);
+        }
+    }
+#pragma unroll
+    for (int h = 0; h < C::kThreadRows; ++h) term[h] *= s.factor[h] * kSmallest;
+}
+
+// q * key scale of one group.
+template <class C>
+struct ScaledQueries {
+    uint32_t at[2 * C::kSteps];
+};
+template <class C>
+__device__ __forceinline__ void scale_queries(const SharedStorage<C>& shared, const uint8_t* slot, int group, int warp,
+                                              int lane, ScaledQueries<C>& scaled) {
+    const uint8_t* const scales = slot + group * C::kGroupBytes + (lane & 3) * 16;
+#pragma unroll
+    for (int i = 0; i < C::kPairs; ++i) {
+        const uint4 v = load16(scales + i * 64), q = query_vector<C>(shared, i, warp, lane);
+        scaled.at[4 * i] = mul_half2(q.x, v.x);
+        scaled.at[4 * i + 1] = mul_half2(q.y, v.z);
+        scaled.at[4 * i + 2] = mul_half2(q.z, v.y);
+        scaled.at[4 * i + 3] = mul_half2(q.w, v.w);
+    }
+}
+
+// Whether an operand is the first of its vector, in the order in which keys are multiplied.
+constexpr bool __host__ __device__ opens_vector(int bits, int number) {
+    return bits == 3 ? number == 0 || number == 8 || number == 10 : field_of(bits, number) == 0;
+}
+
+// Products of keys and queries for the blocks first .. first + kStepBlocks - 1 of the visit: c[2 * block + unit]. All
+// units go forward together, for more independent mma.
+template <class C, int SCALED>
+__device__ __forceinline__ void key_products(const uint8_t* slot, int first, int lane,
+                                             const ScaledQueries<C> (&scaled)[SCALED],
+                                             float (&c)[2 * C::kStepBlocks][4]) {
+    constexpr int kVectors = C::kKeyCodes / kVectorBytes;
+    const uint8_t* const codes = slot + C::key_codes(0) + C::kKeyStride * first + lane * 16;
+    uint4 w[C::kStepBlocks][kVectors], x[C::kStepBlocks][kVectors];
+#pragma unroll
+    for (int u = 0; u < 2 * C::kStepBlocks; ++u) c[u][0] = c[u][1] = c[u][2] = c[u][3] = 0.0f;
+#pragma unroll
+    for (int k = 0; k < C::kSteps; ++k) {
+#pragma unroll
+        for (int b = 0; b < C::kStepBlocks; ++b) {
+#pragma unroll
+            for (int u = 0; u < 2; ++u) {
+                const int number = u * C::kSteps + k;
+                if (opens_vector(C::kKeyBits, number)) {
+                    const int v = vector_of(C::kKeyBits, number);
+                    w[b][v] = load16(codes + C::kKeyStride * b + v * kVectorBytes);
+                    x[b][v] = shift_high<C::kKeyBits>(w[b][v]);
+                }
+                const uint4 a = operand<C::kKeyBits>(w[b], x[b], number);
+                mma(c[2 * b + u], a.x, a.y, a.z, a.w, scaled[b % SCALED].at[2 * k], scaled[b % SCALED].at[2 * k + 1]);
+            }
+        }
+    }
+}
+
+// Token (of the block's 32) in row (lane / 4) + 8 * upper of the score tile of `unit`.
+__device__ __forceinline__ int token_of_row(int unit, int row, int upper) {
+    return 8 * (row / 2) + 4 * upper + 2 * unit + row % 2;
+}
+
+// Adds p * value of one block. p is rounded to fp16 once; the denominator sums the rounded numbers. `mins` points to
+// the lane's mins (rows 0..3) or ones.
+template <class C>
+__device__ __forceinline__ void value_products(HeadState<C>& s, const uint8_t* block, const uint8_t* mins, int lane,
+                                               const float (&score0)[2][C::kThreadRows],
+                                               const float (&score1)[2][C::kThreadRows]) {
+    constexpr int kGroups = C::kValueGroups, kVectors = C::kValueCodes / kVectorBytes;
+    const uint8_t* const scales = block + C::kValueCodes + (lane & 3) * 16;
+    const uint4 m = load16(mins);
+    uint32_t p[2][2];  // B operand: [unit][half of the depth]
+    probabilities<C, false>(score0, p[0]);
+    probabilities<C, false>(score1, p[1]);
+    mma(s.even, m.x, m.y, m.z, m.w, p[0][0], p[0][1]);
+    mma(s.odd, m.x, m.y, m.z, m.w, p[1][0], p[1][1]);
+    const uint8_t* const codes = block + lane * 16;
+    uint4 scale[kGroups], w[kVectors], x[kVectors];
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) scale[g] = load16(scales + g * 64);
+    // All tiles of one unit before those of the other: an accumulator rests in between.
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+            const uint32_t b0 = mul_half2(p[u][0], u ? scale[g].y : scale[g].x);
+            const uint32_t b1 = mul_half2(p[u][1], u ? scale[g].w : scale[g].z);
+#pragma unroll
+            for (int j = g * (C::kSteps / kGroups); j < (g + 1) * (C::kSteps / kGroups); ++j) {
+                const int number = u * C::kSteps + j;
+                if (field_of(C::kValueBits, number) == 0) {
+                    const int v = vector_of(C::kValueBits, number);
+                    w[v] = load16(codes + v * kVectorBytes);
+                    x[v] = shift_high<C::kValueBits>(w[v]);
+                }
+                const uint4 a = operand<C::kValueBits>(w, x, number);
+                mma(s.out[j], a.x, a.y, a.z, a.w, b0, b1);
+            }
+        }
+    }
+}
+
+// A visit that is not full: parameters past its end may be anything, NaN included. Makes them zero.
+template <class C>
+__device__ __noinline__ void clear_unused_parameters(uint8_t* slot, int valid, int lane) {
+    for (int g = (valid + C::kKeyGroup - 1) / C::kKeyGroup; g < C::kVisitGroups; ++g) {
+        for (int i = lane; i < C::kKeyParams / 16; i += 32) {
+            reinterpret_cast<uint4*>(slot + g * C::kGroupBytes)[i] = make_uint4(0, 0, 0, 0);
+        }
+    }
+    for (int b = valid / kBlockTokens; b < C::kVisitBlocks; ++b) {
+        uint8_t* const params = slot + C::kKeyBytes + b * C::kValueBlock + C::kValueCodes;
+        for (int i = 0; i < 2 * C::kValueGroups; ++i) reinterpret_cast<uint16_t*>(params + i * 64)[lane] = 0;
+    }
+    hand_to_copies();
+}
+
+// What the key parameters and the queries give together, for one visit, or for all visits to a key group.
+template <class C>
+struct KeyContext {
+    static constexpr bool kPerStep = C::kKeyGroup == kBlockTokens;  // then scaled queries are made in the step
+    float term[C::kThreadRows];                                     // see key_min_terms
+    ScaledQueries<C> scaled[1];
+};
+
+// One visit to a page. `follows`: its key group is that of the visit before.
+template <class C>
+__device__ __forceinline__ void visit_page(HeadState<C>& s, KeyContext<C>& key, SharedStorage<C>& shared,
+                                           const DecodeArgs& p, uint8_t* slot, int info, bool follows, int warp,
+                                           int lane) {
+    constexpr int kRows = C::kThreadRows;
+    const int row = lane >> 2, column = lane & 3;
+    const int valid = info_valid(info), open = open_tokens(p, info);
+    if (valid < C::kVisitTokens) clear_unused_parameters<C>(slot, valid, lane);
+    if (!(C::kSharedParams && follows)) {
+        key_min_terms<C>(s, shared, slot, warp, lane, key.term);
+        if (!KeyContext<C>::kPerStep) scale_queries<C>(shared, slot, 0, warp, lane, key.scaled[0]);
+    }
+    const uint8_t* const values = slot + C::kKeyBytes;
+    const bool has_mins = row < 4;
+    const uint8_t* const mins =
+        has_mins ? values + C::kValueCodes + (C::kValueGroups + row % C::kValueGroups) * 64 + column * 16
+                 : reinterpret_cast<const uint8_t*>(shared.ones) + column * 16;
+    const int mins_stride = has_mins ? C::kValueBlock : 0;
+#pragma unroll 1
+    for (int first = 0; first < C::kVisitBlocks; first += C::kStepBlocks) {
+        float score[2 * C::kStepBlocks][2][kRows];
+        {
+            float c[2 * C::kStepBlocks][4], bias[C::kStepBlocks][kRows];
+#pragma unroll
+            for (int b = 0; b < C::kStepBlocks; ++b) {
+#pragma unroll
+                for (int h = 0; h < kRows; ++h) {
+                    bias[b][h] = C::kVisitGroups > 1
+                                     ? __shfl_sync(kAll, key.term[h], (first + b) / C::kGroupBlocks * 4 + column)
+                                     : key.term[h];
+                    bias[b][h] -= s.reference[h];
+                }
+            }
+            if constexpr (KeyContext<C>::kPerStep) {
+                ScaledQueries<C> scaled[C::kStepBlocks];
+#pragma unroll
+                for (int b = 0; b < C::kStepBlocks; ++b) scale_queries<C>(shared, slot, first + b, warp, lane, scaled[b]);
+                key_products<C>(slot, first, lane, scaled, c);
+            } else {
+                key_products<C>(slot, first, lane, key.scaled, c);
+            }
+#pragma unroll
+            for (int u = 0; u < 2 * C::kStepBlocks; ++u) {
+#pragma unroll
+                for (int upper = 0; upper < 2; ++upper) {
+#pragma unroll
+                    for (int h = 0; h < kRows; ++h) {
+                        score[u][upper][h] = fmaf(c[u][2 * upper + h], s.factor[h], bias[u / 2][h]);
+                    }
+                }
+            }
+        }
+        if (open < kBlockTokens * (first + C::kStepBlocks)) {
+#pragma unroll
+            for (int h = 0; h < kRows; ++h) {
+                const int limit = visible(p, info, 2 * column + h);
+#pragma unroll
+                for (int u = 0; u < 2 * C::kStepBlocks; ++u) {
+#pragma unroll
+                    for (int upper = 0; upper < 2; ++upper) {
+                        if (kBlockTokens * (first + u / 2) + token_of_row(u % 2, row, upper) >= limit) {
+                            score[u][upper][h] = -INFINITY;
+                        }
+                    }
+                }
+            }
+        }
+        update_references<C>(s, score);
+#pragma unroll
+        for (int b = 0; b < C::kStepBlocks; ++b) {
+            value_products<C>(s, values + (first + b) * C::kValueBlock, mins + (first + b) * mins_stride, lane,
+                              score[2 * b], score[2 * b + 1]);
+        }
+    }
+}
+
+}  // namespace kivi::cuda::fast
