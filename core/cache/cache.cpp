@@ -118,7 +118,7 @@ void Cache::run(Work&& work) const {
 // ---- Work ------------------------------------------------------------------------------------------------
 
 template <class AfterOf>
-Rows Cache::plan_rows(int32_t layer, const Batch& batch, AfterOf&& after_of) {
+Rows Cache::plan_rows(int32_t layer, const Batch& batch, AfterOf&& after_of) const {
     const int64_t number = ++plan_number_;
     int32_t size = 0;
     batch.for_each([&](int32_t index, int32_t sequence, int32_t count, int64_t offset) {
@@ -230,7 +230,10 @@ void Cache::flush(int32_t layer, const Batch& batch, kivi_stream stream) {
 // Workspace of attend, from its first 64-byte boundary on:
 //
 //   rows of the plan | one bit a sequence, to find doubles | the backend's part
+//
+// On a device it is the backend's alone: the host cannot write there.
 size_t Cache::plan_bytes(int32_t rows) const {
+    if (model_.device != KIVI_CPU) return 0;
     return aligned(rows * sizeof(Row)) + aligned((model_.max_sequences + 7) / 8);
 }
 
@@ -275,26 +278,24 @@ void Cache::attend(int32_t layer, const Batch& batch, const AttendRequest& reque
     if (batch.active == 0) return;
     if (workspace == nullptr) refuse_argument("workspace is NULL, but ", needed, " bytes are needed");
 
-    // The plan stands in the workspace, or, where that is memory of a device, in the thread's own memory, which
-    // grows with the largest batch that the thread has seen.
     uint8_t* const base = reinterpret_cast<uint8_t*>(aligned(reinterpret_cast<uintptr_t>(workspace)));
     uint8_t* const end = static_cast<uint8_t*>(workspace) + workspace_bytes;
     const int32_t most_rows = std::min(batch.active, model_.max_sequences);
-    thread_local std::vector<uint64_t> own_plan;
-    uint8_t* plan = base;
-    if (model_.device != KIVI_CPU) {
-        const size_t words = plan_bytes(most_rows) / sizeof(uint64_t);
-        if (own_plan.size() < words) own_plan.resize(words);
-        plan = reinterpret_cast<uint8_t*>(own_plan.data());
-    }
-    Row* const rows = reinterpret_cast<Row*>(plan);
     const DeviceRows on_device = device_rows(batch);
-    const int32_t size =
-        batch.on_device ? 0 : plan_attend(layer, batch, rows, plan + aligned(most_rows * sizeof(Row)));
+    Rows planned{nullptr, 0, batch.on_device ? &on_device : nullptr};
+    std::unique_lock<std::mutex> lock;  // of the plan, until its rows have been handed to the device
+    if (model_.device == KIVI_CPU) {
+        Row* const rows = reinterpret_cast<Row*>(base);
+        planned.data = rows;
+        planned.size = plan_attend(layer, batch, rows, base + aligned(most_rows * sizeof(Row)));
+    } else if (!batch.on_device) {
+        lock = std::unique_lock<std::mutex>(plan_mutex_);
+        planned = plan_rows(layer, batch, [](int32_t, const Span& span, int64_t) { return span; });
+    }
 
     AttendCall call;
     call.layer = layer;
-    call.rows = Rows{rows, size, batch.on_device ? &on_device : nullptr};
+    call.rows = planned;
     call.q = request.q;
     call.out = request.out;
     call.k = request.k;
@@ -307,7 +308,7 @@ void Cache::attend(int32_t layer, const Batch& batch, const AttendRequest& reque
     call.window_left = request.window_left;
     call.learned_sinks = request.learned_sinks;
     call.flags = request.flags;
-    call.workspace = model_.device == KIVI_CPU ? base + plan_bytes(most_rows) : base;
+    call.workspace = base + plan_bytes(most_rows);
     call.workspace_bytes = static_cast<size_t>(end - static_cast<uint8_t*>(call.workspace));
     call.stream = stream;
     run([&] { backend_->attend(call); });

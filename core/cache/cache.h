@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -104,7 +105,7 @@ class Cache {
 
     // The batch's rows with their spans before and after; `after_of(sequence, before, count)` may refuse.
     template <class AfterOf>
-    Rows plan_rows(int32_t layer, const Batch& batch, AfterOf&& after_of);
+    Rows plan_rows(int32_t layer, const Batch& batch, AfterOf&& after_of) const;
     // Runs `work(rows)` on the rows of a batch in device memory, whose lengths are then behind.
     template <class Work>
     void run_on_device(const Batch& batch, Work&& work) const;
@@ -133,9 +134,11 @@ class Cache {
     kivi_memory memory_;
     std::vector<Span> spans_;  // [layer][sequence]
     PageTable table_;
-    std::vector<Row> plan_;  // rows of the call that is being made, for calls that have the cache alone
-    std::vector<int64_t> planned_;  // [sequence]: number of the plan that last held it, to find doubles
-    int64_t plan_number_ = 0;
+    // Rows of the call that is being made: one that has the cache alone, or, with plan_mutex_, an attend on a device.
+    mutable std::vector<Row> plan_;
+    mutable std::vector<int64_t> planned_;  // [sequence]: number of the plan that last held it, to find doubles
+    mutable int64_t plan_number_ = 0;
+    mutable std::mutex plan_mutex_;
     std::vector<Moments> moments_;  // [layer]
     mutable std::atomic<bool> device_error_{false};
 };

@@ -12,6 +12,7 @@
 
 #include "cuda/batch.cuh"
 #include "cuda/chunks.h"
+#include "cuda/device.h"
 #include "cuda/warp_row.cuh"
 
 namespace kivi::cuda {
@@ -558,11 +559,11 @@ add_parts_kernel(const __grid_constant__ AttendArgs args, const __grid_constant_
 }
 
 template <int QUERIES, int STRIPES>
-void prepare_kernel() {
+void prepare_sizes() {
     Layer widest;
     widest.key.dim = widest.value.dim = STRIPES * kStripe;
-    cudaFuncSetAttribute(attend_kernel<QUERIES, STRIPES>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                         static_cast<int>(shared_floats(widest, QUERIES) * sizeof(float)));
+    prepare_kernel(attend_kernel<QUERIES, STRIPES>, shared_floats(widest, QUERIES) * sizeof(float));
+    prepare_kernel(add_parts_kernel<QUERIES, STRIPES>, 0);
 }
 
 template <int QUERIES, int STRIPES>
@@ -592,11 +593,10 @@ void with_sizes(int queries, int stripe_count, const Visit& visit) {
 
 }  // namespace
 
-void prepare_attend() {
-    for (int stripe_count : {1, 2, 4}) {
-        for (int queries : {4, 8, 16}) {
-            with_sizes(queries, stripe_count, [](auto q, auto s) { prepare_kernel<decltype(q)::value, decltype(s)::value>(); });
-        }
+void prepare_attend(const Layer& layer) {
+    for (int queries : {4, 8, 16}) {
+        with_sizes(queries, stripes(max(layer.key.dim, layer.value.dim)),
+                   [](auto q, auto s) { prepare_sizes<decltype(q)::value, decltype(s)::value>(); });
     }
 }
 

@@ -148,9 +148,6 @@ class CudaBackend final : public Backend {
                                                     ": this build has code for " + architectures() + " only");
         }
         multiprocessors_ = attribute_of(device_, cudaDevAttrMultiProcessorCount);
-        prepare_write();
-        prepare_attend();
-        check_launch("preparing kernels");
         own_.reset(new OwnStream);
         const StateLayout at(model);
         state_ = Memory(at.bytes, "lengths and page tables");
@@ -574,6 +571,8 @@ class CudaBackend final : public Backend {
             store.tail = window;
             window += rows * store.tail_rows * store.row_bytes();
         }
+        prepare_write(args);
+        prepare_attend(args);
         layer.fast = decode_serves(args.key, args.value, capability_of(device_));
         if (layer.fast) {
             args.key.order.order = args.value.order.order = Order::fragment;

@@ -7,6 +7,7 @@
 #include "cuda/decode_instances.h"
 #include "cuda/decode_kernel.cuh"
 #include "cuda/decode_shared.cuh"
+#include "cuda/device.h"
 
 namespace kivi::cuda {
 namespace {
@@ -138,8 +139,7 @@ bool decode_takes(const AttendArgs& args) {
 void prepare_decode(const TensorStore& key, const TensorStore& value) {
     with_instance(key, value, [](auto config) {
         using C = decltype(config);
-        cudaFuncSetAttribute(fast::decode_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(sizeof(fast::SharedStorage<C>)));
+        prepare_kernel(fast::decode_kernel<C>, sizeof(fast::SharedStorage<C>));
     });
 }
 

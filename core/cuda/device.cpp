@@ -25,6 +25,13 @@ void check(cudaError_t result, const char* what) {
     }
 }
 
+void prepare_kernel(const void* kernel, size_t shared_bytes) {
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+          "shared memory of a kernel");
+}
+
 DeviceGuard::DeviceGuard(int device) {
     check(cudaGetDevice(&before_), "current device");
     if (before_ == device) return;

@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include <cstddef>
 #include <cstdint>
 
 namespace kivi::cuda {
@@ -9,6 +10,14 @@ namespace kivi::cuda {
 // Throws Error for anything but success; `what` names the call. Errors of a capture are of the caller's state,
 // lack of memory is named as such, the rest is a device error.
 void check(cudaError_t result, const char* what);
+
+// Loads a kernel on the current device and lets its blocks have this much dynamic shared memory: a kernel that is
+// first loaded by its launch takes memory then.
+void prepare_kernel(const void* kernel, size_t shared_bytes);
+template <class... Args>
+void prepare_kernel(void (*kernel)(Args...), size_t shared_bytes) {
+    prepare_kernel(reinterpret_cast<const void*>(kernel), shared_bytes);
+}
 
 // Makes a device current for a scope.
 class DeviceGuard {

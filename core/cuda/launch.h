@@ -141,7 +141,7 @@ struct WriteArgs {
     View k, v;
     BatchArgs batch;
 };
-void prepare_write();  // once a device: limits of shared memory
+void prepare_write(const Layer& layer);  // before the first write, on each device: loads kernels
 void write(const WriteArgs& args, Stream stream);
 
 // ---- attend.cu ----
@@ -156,7 +156,7 @@ struct AttendArgs {
     float* workspace = nullptr;
     BatchArgs batch;
 };
-void prepare_attend();
+void prepare_attend(const Layer& layer);  // likewise
 size_t attend_workspace(const Layer& layer, int32_t rows, int32_t max_count);
 void attend(const AttendArgs& args, Stream stream);
 

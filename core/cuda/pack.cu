@@ -13,6 +13,7 @@
 #include "cuda/pack.h"
 
 #include "cuda/decode_instances.h"
+#include "cuda/device.h"
 #include "cuda/pack_nearest.cuh"
 #include "cuda/pack_query_aware.cuh"
 #include "cuda/write_head.cuh"
@@ -210,11 +211,11 @@ constexpr size_t pack_bytes() {
 void prepare_pack(const Layer& layer) {
     with_config(layer, [](auto config) {
         using C = decltype(config);
-        cudaFuncSetAttribute(pack_aware_kernel<C::kKeyBits, C::kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(sizeof(AwareShared<C::kDim>)));
-        cudaFuncSetAttribute(pack_aware_kernel<C::kKeyBits, C::kDim>, cudaFuncAttributePreferredSharedMemoryCarveout,
-                             cudaSharedmemCarveoutMaxShared);  // two blocks a multiprocessor
-        cudaFuncSetAttribute(pack_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(pack_bytes<C>()));
+        const auto aware = pack_aware_kernel<C::kKeyBits, C::kDim>;
+        prepare_kernel(aware, sizeof(AwareShared<C::kDim>));
+        check(cudaFuncSetAttribute(aware, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+              "shared memory of a kernel");  // two blocks a multiprocessor
+        prepare_kernel(pack_kernel<C>, pack_bytes<C>());
     });
 }
 

@@ -1,6 +1,7 @@
 // Page tables and lengths as the device keeps them: small kernels that publish what the host decided.
 #include <cuda_runtime.h>
 
+#include "cuda/device.h"
 #include "cuda/launch.h"
 
 namespace kivi::cuda {
@@ -29,9 +30,13 @@ __global__ void spans_kernel(const __grid_constant__ SpanList list, Span* spans,
 
 bool compiled_for_this_device() {
     cudaFuncAttributes attributes;
-    const bool there = cudaFuncGetAttributes(&attributes, bind_kernel) == cudaSuccess;
-    if (!there) cudaGetLastError();
-    return there;
+    const cudaError_t result = cudaFuncGetAttributes(&attributes, bind_kernel);
+    if (result == cudaErrorNoKernelImageForDevice || result == cudaErrorInvalidDeviceFunction) {
+        cudaGetLastError();
+        return false;
+    }
+    check(result, "looking for code");
+    return true;
 }
 
 void bind_blocks(const BlockList& list, int32_t* table, int64_t table_stride, int32_t* bound, Stream stream) {

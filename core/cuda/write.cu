@@ -6,6 +6,7 @@
 // and comes to the same decision.
 //
 // Compiled without contraction: every code is that of core/format.
+#include "cuda/device.h"
 #include "cuda/pack.h"
 #include "cuda/write_head.cuh"
 
@@ -57,9 +58,10 @@ constexpr int kPromptTokens = 17;
 
 template <int STRIPES>
 void prepare_stripes() {
-    const int bytes = static_cast<int>(write_shared_bytes(STRIPES * kStripe));
-    cudaFuncSetAttribute(write_kernel<STRIPES, Stage::all>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    cudaFuncSetAttribute(write_kernel<STRIPES, Stage::pack>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    const size_t bytes = write_shared_bytes(STRIPES * kStripe);
+    prepare_kernel(write_kernel<STRIPES, Stage::all>, bytes);
+    prepare_kernel(write_kernel<STRIPES, Stage::pack>, bytes);
+    prepare_kernel(write_kernel<STRIPES, Stage::store>, 0);
 }
 
 template <int STRIPES>
@@ -82,10 +84,12 @@ void write_stripes(const WriteArgs& args, Stream stream) {
 
 }  // namespace
 
-void prepare_write() {
-    prepare_stripes<1>();
-    prepare_stripes<2>();
-    prepare_stripes<4>();
+void prepare_write(const Layer& layer) {
+    switch (stripes(max(layer.key.dim, layer.value.dim))) {
+        case 1: return prepare_stripes<1>();
+        case 2: return prepare_stripes<2>();
+        default: return prepare_stripes<4>();
+    }
 }
 
 void write(const WriteArgs& args, Stream stream) {

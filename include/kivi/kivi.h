@@ -37,8 +37,7 @@
  *              [FORK-1] The child of a fork() has caches of the CPU of its own, without their threads; one
  *              that another thread was changing meanwhile answers KIVI_ERROR_STATE there until it is destroyed.
  *   Hot path   append, flush and attend never allocate, never wait for the device and read no device
- *              memory on the host. One exception: on CUDA a thread's first attend with more rows than
- *              it had before takes host memory, about 100 bytes a row.
+ *              memory on the host. [HOT-1]
  *
  * Shapes are written [rows, tokens, heads, dim]; sizes and strides count elements, memory counts bytes.
  * Positions count from 0, per sequence. SPDX-License-Identifier: Apache-2.0

@@ -90,6 +90,7 @@ class Floats {
         CUDA_OK(cudaMemcpy(device_, host.data(), host.size() * sizeof(float), cudaMemcpyHostToDevice));
         CUDA_OK(cudaDeviceSynchronize());  // other streams do not wait for it
     }
+    std::vector<float> values() const { return host; }
     std::vector<float> download() const {
         std::vector<float> values(host.size());
         CUDA_OK(cudaMemcpy(values.data(), device_, values.size() * sizeof(float), cudaMemcpyDeviceToHost));

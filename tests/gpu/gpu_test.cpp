@@ -393,41 +393,92 @@ TEST_CASE("memory of the wrong kind is refused, and nothing changes") {
     CUDA_OK(cudaFreeHost(pinned));
 }
 
-TEST_CASE("fault 80: the current device stays, whatever it is") {
-    int count = 0;
-    CUDA_OK(cudaGetDeviceCount(&count));
-    if (count < 2) {
-        std::printf("SKIP: one GPU only; the current device cannot be another\n");
-        return;
-    }
-    kivi_config config = config_of(spec_of(4, KIVI_AXIS_CHANNEL, 32), spec_of(4, KIVI_AXIS_TOKEN, 32), {}, 32, 32, 32);
-    config.device_id = 1;
-    CUDA_OK(cudaSetDevice(0));
-    Cache gpu(config, KIVI_CUDA);
-    int current = -1;
-    CUDA_OK(cudaGetDevice(&current));
-    CHECK(current == 0);
-    Numbers numbers(6);
-    Floats k(numbers.rows(2, 64));
+TEST_CASE("addresses: any multiple of the element size, and nothing less") {
+    kivi_config config = config_of(spec_of(4, KIVI_AXIS_CHANNEL, 32), spec_of(4, KIVI_AXIS_TOKEN, 32), {2, 4, 128, 128}, 32, 32, 32);
+    Cache cpu(config, KIVI_CPU), gpu(config, KIVI_CUDA);
+    Numbers numbers(7);
     const int32_t id = 0;
-    const kivi_batch batch = batch_of(1, &id, nullptr, 1);
-    kivi_tensor keys = k.view(KIVI_CUDA, {1, 1, 2, 64});
-    keys.device_id = 1;  // a lie: the memory is that of device 0
-    CHECK(kivi_append(gpu, 0, &batch, &keys, &keys, nullptr) == KIVI_ERROR_INVALID_ARGUMENT);
-    CUDA_OK(cudaGetDevice(&current));
-    CHECK(current == 0);
+    const int tokens = 300;
+    const kivi_batch all = batch_of(1, &id, nullptr, tokens), one = batch_of(1, &id, nullptr, 1);
+    // Everything begins `shift` bytes behind a 256-byte boundary.
+    for (int shift : {0, 2, 4, 8, 1, 5}) {
+        CAPTURE(shift);
+        Halfs k(numbers.rows(tokens * 2 + 1, 128)), q(numbers.rows(4 + 1, 128)), out(5 * 128);
+        const Workspace space(gpu, 1, 1), on_cpu(cpu, 1, 1);
+        const auto shifted = [&](kivi_tensor tensor) {
+            tensor.data = static_cast<char*>(tensor.data) + shift;
+            return tensor;
+        };
+        const kivi_tensor keys = shifted(k.view(KIVI_CUDA, {1, tokens, 2, 128}));
+        const kivi_tensor queries = shifted(q.view(KIVI_CUDA, {1, 1, 4, 128})), result = shifted(out.view(KIVI_CUDA, {1, 1, 4, 128}));
+        if (shift % 2 != 0) {
+            const std::vector<uint8_t> before = gpu.blob(0);
+            CHECK(kivi_append(gpu, 0, &all, &keys, &keys, nullptr) == KIVI_ERROR_INVALID_ARGUMENT);
+            CHECK(std::string(kivi_last_error()) == "k.data is not aligned to its element size, 2 bytes");
+            CHECK(kivi_attend(gpu, 0, &one, &queries, &result, nullptr, space.data, space.bytes, nullptr) == KIVI_ERROR_INVALID_ARGUMENT);
+            CHECK(gpu.blob(0) == before);
+            continue;
+        }
+        for (Cache* cache : {&cpu, &gpu}) {
+            KIVI_OK_(kivi_sequence_reset(*cache, 0, nullptr));
+            const kivi_tensor input = shifted(k.view(cache->device, {1, tokens, 2, 128}));
+            const kivi_tensor from = shifted(q.view(cache->device, {1, 1, 4, 128})), to = shifted(out.view(cache->device, {1, 1, 4, 128}));
+            KIVI_OK_(kivi_append(*cache, 0, &all, &input, &input, nullptr));
+            // The workspace begins at an odd address.
+            const Workspace& at = cache == &cpu ? on_cpu : space;
+            KIVI_OK_(kivi_attend(*cache, 0, &one, &from, &to, nullptr, static_cast<char*>(at.data) + 1, at.bytes, nullptr));
+        }
+        CUDA_OK(cudaDeviceSynchronize());
+        CHECK(gpu.blob(0) == cpu.blob(0));
+        const std::vector<float> expected = out.values(), got = out.download();
+        for (size_t i = 0; i < got.size(); ++i) {
+            const bool written = i >= size_t(shift) / 2 && i < size_t(shift) / 2 + 4 * 128;
+            if (written ? std::fabs(got[i] - expected[i]) > 0.02f : got[i] != -7.0f) {
+                CAPTURE(i);
+                CHECK(got[i] == expected[i]);
+                break;
+            }
+        }
+    }
 }
 
-TEST_CASE("memory that the device does not have") {
+TEST_CASE("memory that the device does not have, and devices that do not exist") {
     kivi_config config = config_of(spec_of(4, KIVI_AXIS_CHANNEL, 32), spec_of(4, KIVI_AXIS_TOKEN, 32), {64, 64, 256, 256}, 32, 32, 32);
     config.device = KIVI_CUDA;
-    config.pool_tokens = int64_t{1} << 30;
+    kivi_device_info info{};
+    kivi_memory memory{};
+    KIVI_OK_(kivi_device_query(KIVI_CUDA, 0, &info, sizeof info));
+    KIVI_OK_(kivi_cache_estimate(&config, &memory, sizeof memory));
+    // Of two layers with three fifths of the memory each the first finds room, and gives it back.
+    config.pool_tokens = static_cast<int64_t>(info.memory_bytes * 3 / 5 / memory.block_bytes) * 128;
     kivi_cache* cache = nullptr;
-    CHECK(kivi_cache_create(&config, &cache) == KIVI_ERROR_OUT_OF_MEMORY);
-    CHECK(cache == nullptr);
+    for (int attempt = 0; attempt < 2; ++attempt) {
+        config.layer_count = 2;
+        CHECK(kivi_cache_create(&config, &cache) == KIVI_ERROR_OUT_OF_MEMORY);
+        CHECK(cache == nullptr);
+        CHECK(std::string(kivi_last_error()).find("the device has no ") == 0);
+        CHECK(std::string(kivi_last_error()).find(" bytes for pages") != std::string::npos);
+        config.layer_count = 1;
+        KIVI_OK_(kivi_cache_create(&config, &cache));
+        kivi_cache_destroy(cache);
+    }
+    // A pool that cannot grow stays as it is.
     config.pool_tokens = 0;
-    config.device_id = 64;
-    CHECK(kivi_cache_create(&config, &cache) == KIVI_ERROR_NO_DEVICE);
+    {
+        Cache small(config, KIVI_CUDA);
+        CHECK(kivi_reserve(small, int64_t{1} << 30, nullptr) == KIVI_ERROR_OUT_OF_MEMORY);
+        kivi_statistics statistics{};
+        KIVI_OK_(kivi_query_statistics(small, -1, &statistics, sizeof statistics));
+        CHECK(statistics.device_error == 0);
+        KIVI_OK_(kivi_reserve(small, 8192, nullptr));
+    }
+    int count = 0;
+    CUDA_OK(cudaGetDeviceCount(&count));
+    for (int32_t device_id : {count, 64, -1}) {
+        config.device_id = device_id;
+        CHECK(kivi_cache_create(&config, &cache) == (device_id < 0 ? KIVI_ERROR_INVALID_ARGUMENT : KIVI_ERROR_NO_DEVICE));
+        CHECK(std::string(kivi_last_error()).find("device_id is " + std::to_string(device_id)) != std::string::npos);
+    }
 }
 
 int main(int argc, char** argv) {
