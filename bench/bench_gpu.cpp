@@ -1,15 +1,16 @@
 // Decode attention and packing on a GPU. Attends: one captured graph of attends over layers that rotate out of the L2,
-// medians of its replays, beside the copy bandwidth of the same run. One JSON object a line.
-//   bench_gpu                      the specs of the fast kernel and the presets
-//   bench_gpu --quick              batch 8, 32K only
-//   bench_gpu --spec NAME [SHAPE]  one spec at every shape, or at the one of that number
-//   bench_gpu --pack               prompts of one sequence with 8 KV heads, a layer
+// medians of its replays, beside the copy bandwidth of the same run. One JSON object a line, as the CPU's benchmarks.
+//   bench_gpu [--quick] [GROUP...]  all groups, or these:
+//     presets   every preset at every shape, windows included; --quick: two shapes
+//     specs     the specs of the fast kernel, windows empty or beside the context; --quick: batch 8, 32K
+//     sweep     k3v2 and kivi2-sink over batch, context and heads, where fp16 caches of the shape fit; --quick: some
+//     prompts   packing prompts of one sequence with 8 KV heads, a layer; --quick: some
+//   bench_gpu --spec NAME [SHAPE]   one of the specs at every shape, or at the one of that number
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <string>
 #include <vector>
 
@@ -33,6 +34,7 @@ struct Shape {
 };
 const Shape kShapes[] = {{1, 32, 8, 1024}, {1, 32, 8, 32768}, {1, 32, 8, 131072}, {8, 32, 8, 32768}, {32, 32, 8, 8192},
                          {64, 32, 8, 4096}, {1, 32, 32, 32768}, {8, 32, 32, 4096}};
+bool is_quick(const Shape& shape) { return shape.kv_heads == 8 && (shape.batch == 8 || shape.tokens == 131072); }
 
 struct Case {
     const char* name;
@@ -50,9 +52,59 @@ const Case kCases[] = {
     {"2/2 g32 dim 64", 2, 2, 32, 64, false, 0, 0, 1},
 };
 
-constexpr int kAttends = 20;  // of a graph
-constexpr int kReplays = 15;
+// What is measured: specs and windows under a name.
+struct Storage {
+    std::string name;
+    kivi_spec k{}, v{};
+    int sink = 0, recent = 0, flush = 32, schedule = KIVI_SCHEDULE_ROLLING;
+    bool beside = false;  // windows stand beside the context, not in it
+    int dim = 128, query_tokens = 1;
+};
+
+Storage storage_of(const Case& c) {
+    Storage s;
+    s.name = c.name;
+    s.k.bits = c.key_bits, s.k.axis = KIVI_AXIS_CHANNEL, s.k.group = c.group;
+    s.v.bits = c.value_bits, s.v.axis = KIVI_AXIS_TOKEN, s.v.group = c.group;
+    s.v.transform = c.rotated ? KIVI_TRANSFORM_HADAMARD : KIVI_TRANSFORM_NONE;
+    s.sink = c.sink, s.recent = c.recent, s.flush = std::max(c.group, 32);
+    s.beside = true;
+    s.dim = c.dim;
+    s.query_tokens = c.query_tokens;
+    return s;
+}
+
+Storage storage_of(const kivi_preset& p) {
+    Storage s;
+    s.name = p.name;
+    s.k = p.k, s.v = p.v;
+    s.sink = p.sink, s.recent = p.recent, s.flush = p.flush, s.schedule = p.schedule;
+    return s;
+}
+
+std::vector<Storage> presets() {
+    std::vector<Storage> all;
+    for (int32_t i = 0; i < kivi_preset_count(); ++i) {
+        kivi_preset preset{};
+        ok(kivi_preset_at(i, &preset, sizeof preset), "preset");
+        all.push_back(storage_of(preset));
+    }
+    return all;
+}
+
+constexpr int kAttends = 20;  // of a graph, and as many as there are layers
+constexpr int kReplays = 15, kFewReplays = 5;
+constexpr double kEnoughUs = 4e5;        // of replays, once there are a few
 constexpr int64_t kRotation = 256 << 20;  // bytes: several times the L2
+constexpr int kMostLayers = 400;
+
+// What holds for the whole run.
+struct Bench {
+    cudaStream_t stream = nullptr;
+    kivi_device_info device{};
+    double copy_gbps = 0;
+    std::string table;  // the group at hand
+};
 
 kivi_tensor tensor(void* data, std::vector<int64_t> shape, bool one_row) {
     kivi_tensor t{};
@@ -70,13 +122,45 @@ kivi_tensor tensor(void* data, std::vector<int64_t> shape, bool one_row) {
     return t;
 }
 
-template <class Work>
-double median_us(cudaStream_t stream, const Work& work) {
+class DeviceArray {
+  public:
+    explicit DeviceArray(size_t bytes) { ok(cudaMalloc(&data_, bytes + 1), "memory"); }
+    ~DeviceArray() { ok(cudaFree(data_), "free"); }
+    DeviceArray(const DeviceArray&) = delete;
+    void* data() const { return data_; }
+
+  private:
+    void* data_ = nullptr;
+};
+
+// Numbers with exponents from 2^-5 to 2^-2, f16.
+std::vector<uint16_t> make_numbers(size_t count) {
+    std::vector<uint16_t> numbers(count);
+    uint32_t state = 12345;
+    for (uint16_t& x : numbers) {
+        state = state * 1664525u + 1013904223u;
+        x = static_cast<uint16_t>((state >> 31) << 15 | (10 + (state >> 24 & 3)) << 10 | (state >> 8 & 1023));
+    }
+    return numbers;
+}
+void fill(void* to, int64_t count) {
+    static const std::vector<uint16_t> numbers = make_numbers(1 << 22);
+    for (int64_t at = 0; at < count; at += static_cast<int64_t>(numbers.size())) {
+        const int64_t some = std::min<int64_t>(numbers.size(), count - at);
+        ok(cudaMemcpy(static_cast<uint16_t*>(to) + at, numbers.data(), some * 2, cudaMemcpyHostToDevice), "upload");
+    }
+}
+
+// Median time of `work` after `prepare`, which is not timed.
+template <class Prepare, class Work>
+double median_us(cudaStream_t stream, const Prepare& prepare, const Work& work) {
     cudaEvent_t begin, end;
     ok(cudaEventCreate(&begin), "event");
     ok(cudaEventCreate(&end), "event");
     std::vector<double> times;
+    double sum = 0;
     for (int i = 0; i < kReplays + 2; ++i) {
+        prepare();
         ok(cudaEventRecord(begin, stream), "record");
         work();
         ok(cudaEventRecord(end, stream), "record");
@@ -84,6 +168,8 @@ double median_us(cudaStream_t stream, const Work& work) {
         float ms = 0;
         ok(cudaEventElapsedTime(&ms, begin, end), "time");
         if (i >= 2) times.push_back(1e3 * ms);
+        sum += 1e3 * ms;
+        if (times.size() >= kFewReplays && sum > kEnoughUs) break;
     }
     ok(cudaEventDestroy(begin), "event");
     ok(cudaEventDestroy(end), "event");
@@ -91,217 +177,244 @@ double median_us(cudaStream_t stream, const Work& work) {
     return times[times.size() / 2];
 }
 
-double copy_gbps(cudaStream_t stream) {
-    constexpr size_t kBytes = size_t{1} << 30;
-    void *from = nullptr, *to = nullptr;
-    ok(cudaMalloc(&from, kBytes), "memory");
-    ok(cudaMalloc(&to, kBytes), "memory");
-    const double us = median_us(stream, [&] { ok(cudaMemcpyAsync(to, from, kBytes, cudaMemcpyDeviceToDevice, stream), "copy"); });
-    ok(cudaFree(from), "free");
-    ok(cudaFree(to), "free");
-    return 2.0 * kBytes / us / 1e3;
+void print_line(const Bench& bench, const char* suite, const Storage& s, const Shape& shape, double us, double bytes,
+                const char* path) {
+    const double gbps = bytes / us / 1e3;
+    std::printf("{\"suite\": \"%s\", \"table\": \"%s\", \"case\": {\"backend\": \"cuda\", \"batch\": %d, \"q_heads\": %d, "
+                "\"kv_heads\": %d, \"head_dim\": %d, \"context\": %d, \"q_len\": %d, \"dtype\": \"f16\", \"preset\": \"%s\", "
+                "\"k_bits\": %d, \"v_bits\": %d, \"group\": %d, \"threads\": %d, \"isa\": \"sm_%d\", \"hadamard\": %s, "
+                "\"query_aware\": %s, \"path\": \"%s\"}, \"median_us\": %.3f, \"bytes\": %.0f, \"gbps\": %.1f, "
+                "\"ratios\": {\"copy\": %.4f}}\n",
+                suite, bench.table.c_str(), shape.batch, shape.q_heads, shape.kv_heads, s.dim, shape.tokens, s.query_tokens,
+                s.name.c_str(), s.k.bits, s.v.bits, s.k.group, bench.device.threads, bench.device.capability,
+                s.v.transform == KIVI_TRANSFORM_HADAMARD ? "true" : "false",
+                s.k.rounding == KIVI_ROUND_QUERY_AWARE ? "true" : "false", path, us, bytes, gbps, gbps / bench.copy_gbps);
+    std::fflush(stdout);
 }
 
-void measure(const Case& c, const Shape& shape, double copy, cudaStream_t stream) {
-    const int over = 128 / c.dim;  // narrower heads: more of them
-    const int kv_heads = shape.kv_heads * over, q_heads = shape.q_heads * over;
-    kivi_config config;
-    ok(kivi_config_init(&config, sizeof config), "config");
-    config.device = KIVI_CUDA;
-    config.layer.kv_heads = kv_heads;
-    config.layer.q_heads = q_heads;
-    config.layer.key_dim = config.layer.value_dim = c.dim;
-    kivi_spec k{}, v{};
-    k.bits = c.key_bits, k.axis = KIVI_AXIS_CHANNEL, k.group = c.group;
-    v.bits = c.value_bits, v.axis = KIVI_AXIS_TOKEN, v.group = c.group;
-    v.transform = c.rotated ? KIVI_TRANSFORM_HADAMARD : KIVI_TRANSFORM_NONE;
-    config.layer.k = k;
-    config.layer.v = v;
-    config.sink = c.sink;
-    config.recent = c.recent;
-    config.flush = std::max(c.group, 32);
-    config.max_sequences = shape.batch;
-    const int length = c.sink + shape.tokens + c.recent;
-    config.max_tokens = length;
-    const double token_bytes = c.dim * (c.key_bits + c.value_bits) / 8.0 + 2 * 4.0 * c.dim / c.group;
-    const double window_bytes = 4.0 * c.dim * (c.sink + c.recent);
-    const double bytes = double(shape.batch) * kv_heads * (token_bytes * shape.tokens + window_bytes);
-    config.layer_count = static_cast<int32_t>(std::min<double>(kAttends, std::max(2.0, kRotation / bytes + 1)));
-    kivi_cache* cache = nullptr;
-    ok(kivi_cache_create(&config, &cache), "create");
+// Device-to-device copies, bytes read plus written.
+void measure_copy(Bench& bench) {
+    constexpr size_t kBytes = size_t{1} << 30;
+    const DeviceArray from(kBytes), to(kBytes);
+    const double us = median_us(bench.stream, [] {}, [&] {
+        ok(cudaMemcpyAsync(to.data(), from.data(), kBytes, cudaMemcpyDeviceToDevice, bench.stream), "copy");
+    });
+    bench.copy_gbps = 2.0 * kBytes / us / 1e3;
+    Storage copy;
+    copy.name = "copy";
+    print_line(bench, "copy", copy, {1, 0, 0, 0}, us, 2.0 * kBytes, "");
+}
 
-    constexpr int kChunk = 4096;
-    std::vector<uint16_t> numbers(size_t(kChunk) * kv_heads * c.dim);
-    uint32_t state = 12345;
-    for (uint16_t& x : numbers) {
-        state = state * 1664525u + 1013904223u;
-        x = static_cast<uint16_t>((state >> 31) << 15 | (10 + (state >> 24 & 3)) << 10 | (state >> 8 & 1023));
+// A cache on the device.
+class Cache {
+  public:
+    Cache(const Storage& s, int q_heads, int kv_heads, int sequences, int length, int layers) {
+        ok(kivi_config_init(&config_, sizeof config_), "config");
+        config_.device = KIVI_CUDA;
+        config_.layer.kv_heads = kv_heads;
+        config_.layer.q_heads = q_heads;
+        config_.layer.key_dim = config_.layer.value_dim = s.dim;
+        config_.layer.k = s.k;
+        config_.layer.v = s.v;
+        config_.sink = s.sink, config_.recent = s.recent, config_.flush = s.flush, config_.schedule = s.schedule;
+        config_.max_sequences = sequences;
+        config_.max_tokens = length;
+        config_.layer_count = layers;
+        ok(kivi_cache_create(&config_, &cache_), "create");
     }
-    void *tokens = nullptr, *queries = nullptr, *out = nullptr, *workspace = nullptr;
-    ok(cudaMalloc(&tokens, numbers.size() * 2), "memory");
-    ok(cudaMemcpy(tokens, numbers.data(), numbers.size() * 2, cudaMemcpyHostToDevice), "upload");
-    const int64_t row = int64_t{1} * c.query_tokens * q_heads * c.dim;
-    ok(cudaMalloc(&queries, row * shape.batch * 2), "memory");
-    ok(cudaMalloc(&out, row * shape.batch * 2), "memory");
-    for (int64_t at = 0; at < row * shape.batch; at += numbers.size()) {
-        const int64_t count = std::min<int64_t>(numbers.size(), row * shape.batch - at);
-        ok(cudaMemcpy(static_cast<uint16_t*>(queries) + at, tokens, count * 2, cudaMemcpyDeviceToDevice), "queries");
+    ~Cache() { kivi_cache_destroy(cache_); }
+    Cache(const Cache&) = delete;
+    operator kivi_cache*() const { return cache_; }
+    int layers() const { return config_.layer_count; }
+    double live_bytes() const {  // of one layer
+        kivi_statistics statistics{};
+        ok(kivi_query_statistics(cache_, 0, &statistics, sizeof statistics), "statistics");
+        return static_cast<double>(statistics.live_bytes);
     }
+    const char* path() const {
+        kivi_support support{};
+        ok(kivi_query_support(&config_, 0, &support, sizeof support), "support");
+        return support.attend_path == KIVI_PATH_FAST ? "fast" : "general";
+    }
+
+  private:
+    kivi_config config_{};
+    kivi_cache* cache_ = nullptr;
+};
+
+kivi_batch batch_of(int rows, int count) {
     kivi_batch batch;
     ok(kivi_batch_init(&batch, sizeof batch), "batch");
-    batch.rows = shape.batch;
-    for (int layer = 0; layer < config.layer_count; ++layer) {
-        for (int at = 0; at < length; at += kChunk) {
-            batch.max_count = std::min(kChunk, length - at);
-            const kivi_tensor input = tensor(tokens, {shape.batch, batch.max_count, kv_heads, c.dim}, true);
-            ok(kivi_append(cache, layer, &batch, &input, &input, stream), "append");
-        }
-    }
-    batch.max_count = c.query_tokens;
-    size_t workspace_bytes = 0;
-    ok(kivi_attend_workspace(cache, -1, shape.batch, c.query_tokens, &workspace_bytes), "workspace");
-    ok(cudaMalloc(&workspace, workspace_bytes + 1), "memory");
-    const kivi_tensor q = tensor(queries, {shape.batch, c.query_tokens, q_heads, c.dim}, false);
-    const kivi_tensor to = tensor(out, {shape.batch, c.query_tokens, q_heads, c.dim}, false);
-    ok(cudaDeviceSynchronize(), "append");
-    cudaGraph_t graph;
-    cudaGraphExec_t replay;
-    ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
-    for (int i = 0; i < kAttends; ++i) {
-        ok(kivi_attend(cache, i % config.layer_count, &batch, &q, &to, nullptr, workspace, workspace_bytes, stream), "attend");
-    }
-    ok(cudaStreamEndCapture(stream, &graph), "capture");
-    ok(cudaGraphInstantiate(&replay, graph, 0), "graph");
-    const double us = median_us(stream, [&] { ok(cudaGraphLaunch(replay, stream), "launch"); }) / kAttends;
-    ok(cudaDeviceSynchronize(), "attend");
-    std::printf("{\"bench\": \"gpu_attend\", \"spec\": \"%s\", \"batch\": %d, \"q_heads\": %d, \"kv_heads\": %d, "
-                "\"tokens\": %d, \"us\": %.2f, \"gbps\": %.0f, \"copy_gbps\": %.0f, \"share\": %.3f}\n",
-                c.name, shape.batch, q_heads, kv_heads, shape.tokens, us, bytes / us / 1e3, copy, bytes / us / 1e3 / copy);
-    std::fflush(stdout);
-    ok(cudaGraphExecDestroy(replay), "graph");
-    ok(cudaGraphDestroy(graph), "graph");
-    kivi_cache_destroy(cache);
-    for (void* memory : {tokens, queries, out, workspace}) ok(cudaFree(memory), "free");
+    batch.rows = rows;
+    batch.max_count = count;
+    return batch;
 }
 
-// Input rows of random numbers with exponents from 2^-5 to 2^-2, as attend's above.
-void fill(void* to, int64_t count) {
-    std::vector<uint16_t> numbers(1 << 22);
-    uint32_t state = 99;
-    for (uint16_t& x : numbers) {
-        state = state * 1664525u + 1013904223u;
-        x = static_cast<uint16_t>((state >> 31) << 15 | (10 + (state >> 24 & 3)) << 10 | (state >> 8 & 1023));
+void measure_attend(const Bench& bench, const Storage& s, Shape shape) {
+    const int over = 128 / s.dim;  // narrower heads: more of them
+    shape.kv_heads *= over, shape.q_heads *= over;
+    const int length = shape.tokens + (s.beside ? s.sink + s.recent : 0);
+    const double element_bits = (s.k.bits + s.v.bits) / 2.0 + (s.k.bits == 16 ? 0 : 32.0 / std::max(32, s.k.group));
+    const double bytes = 2.0 * shape.batch * shape.kv_heads * s.dim * shape.tokens * element_bits / 8;
+    const Cache cache(s, shape.q_heads, shape.kv_heads, shape.batch, length,
+                      static_cast<int>(std::min<double>(kMostLayers, kRotation / bytes + 1)));
+
+    constexpr int kChunk = 4096;
+    const int64_t row = int64_t{1} * s.query_tokens * shape.q_heads * s.dim;
+    const DeviceArray tokens(size_t{2} * kChunk * shape.kv_heads * s.dim), queries(2 * row * shape.batch), out(2 * row * shape.batch);
+    fill(tokens.data(), int64_t{kChunk} * shape.kv_heads * s.dim);
+    fill(queries.data(), row * shape.batch);
+    for (int layer = 0; layer < cache.layers(); ++layer) {
+        for (int at = 0; at < length; at += kChunk) {
+            const kivi_batch batch = batch_of(shape.batch, std::min(kChunk, length - at));
+            const kivi_tensor input = tensor(tokens.data(), {shape.batch, batch.max_count, shape.kv_heads, s.dim}, true);
+            ok(kivi_append(cache, layer, &batch, &input, &input, bench.stream), "append");
+        }
     }
-    for (int64_t at = 0; at < count; at += static_cast<int64_t>(numbers.size())) {
-        const int64_t some = std::min<int64_t>(numbers.size(), count - at);
-        ok(cudaMemcpy(static_cast<uint16_t*>(to) + at, numbers.data(), some * 2, cudaMemcpyHostToDevice), "upload");
+    const kivi_batch batch = batch_of(shape.batch, s.query_tokens);
+    size_t workspace_bytes = 0;
+    ok(kivi_attend_workspace(cache, -1, shape.batch, s.query_tokens, &workspace_bytes), "workspace");
+    const DeviceArray workspace(workspace_bytes);
+    const kivi_tensor q = tensor(queries.data(), {shape.batch, s.query_tokens, shape.q_heads, s.dim}, false);
+    const kivi_tensor to = tensor(out.data(), {shape.batch, s.query_tokens, shape.q_heads, s.dim}, false);
+    ok(cudaDeviceSynchronize(), "append");
+    const int attends = std::max(kAttends, cache.layers());
+    cudaGraph_t graph;
+    cudaGraphExec_t replay;
+    ok(cudaStreamBeginCapture(bench.stream, cudaStreamCaptureModeGlobal), "capture");
+    for (int i = 0; i < attends; ++i) {
+        ok(kivi_attend(cache, i % cache.layers(), &batch, &q, &to, nullptr, workspace.data(), workspace_bytes, bench.stream), "attend");
+    }
+    ok(cudaStreamEndCapture(bench.stream, &graph), "capture");
+    ok(cudaGraphInstantiate(&replay, graph, 0), "graph");
+    const double us = median_us(bench.stream, [] {}, [&] { ok(cudaGraphLaunch(replay, bench.stream), "launch"); }) / attends;
+    ok(cudaDeviceSynchronize(), "attend");
+    print_line(bench, "attend", s, shape, us, cache.live_bytes(), cache.path());
+    ok(cudaGraphExecDestroy(replay), "graph");
+    ok(cudaGraphDestroy(graph), "graph");
+}
+
+// Moments with a diagonal and what falls off beside it, for every layer.
+void commit_moments(kivi_cache* cache, int layers, int heads, int dim, cudaStream_t stream) {
+    std::vector<float> moments(size_t(heads) * dim * dim);
+    for (size_t i = 0; i < moments.size(); ++i) {
+        const int row = static_cast<int>(i / dim % dim), column = static_cast<int>(i % dim);
+        moments[i] = (row == column ? 1.0f + row % 7 : 0.0f) + 0.5f / (1 + std::abs(row - column));
+    }
+    const DeviceArray device(moments.size() * 4);
+    ok(cudaMemcpy(device.data(), moments.data(), moments.size() * 4, cudaMemcpyHostToDevice), "upload");
+    kivi_tensor m = tensor(device.data(), {heads, dim, dim}, false);
+    m.dtype = KIVI_F32;
+    for (int layer = 0; layer < layers; ++layer) {
+        ok(kivi_moments_set(cache, layer, &m, 0, stream), "moments");
+        ok(kivi_moments_commit(cache, layer, stream), "moments");
     }
 }
 
 // One prompt into every layer of an empty sequence; inputs take turns, so that none is in the L2.
-void measure_pack(const Case& c, bool query_aware, int tokens, double copy, cudaStream_t stream) {
+void measure_prompt(const Bench& bench, Storage s, bool query_aware, int tokens) {
     constexpr int kLayers = 6, kHeads = 8;
-    kivi_config config;
-    ok(kivi_config_init(&config, sizeof config), "config");
-    config.device = KIVI_CUDA;
-    config.layer.kv_heads = kHeads;
-    config.layer.q_heads = 4 * kHeads;
-    config.layer.key_dim = config.layer.value_dim = c.dim;
-    kivi_spec k{}, v{};
-    k.bits = c.key_bits, k.axis = KIVI_AXIS_CHANNEL, k.group = c.group;
-    v.bits = c.value_bits, v.axis = KIVI_AXIS_TOKEN, v.group = c.group;
-    v.transform = c.rotated ? KIVI_TRANSFORM_HADAMARD : KIVI_TRANSFORM_NONE;
-    k.rounding = query_aware ? KIVI_ROUND_QUERY_AWARE : KIVI_ROUND_NEAREST;
-    config.layer.k = k;
-    config.layer.v = v;
-    config.sink = config.recent = config.flush = std::max(c.group, 64);
-    config.max_sequences = 1;
-    config.max_tokens = tokens;
-    config.layer_count = kLayers;
-    kivi_cache* cache = nullptr;
-    ok(kivi_cache_create(&config, &cache), "create");
-    if (query_aware) {
-        std::vector<float> moments(size_t(kHeads) * c.dim * c.dim);
-        for (size_t i = 0; i < moments.size(); ++i) {
-            const int row = static_cast<int>(i / c.dim % c.dim), column = static_cast<int>(i % c.dim);
-            moments[i] = (row == column ? 1.0f + row % 7 : 0.0f) + 0.5f / (1 + std::abs(row - column));
-        }
-        void* device = nullptr;
-        ok(cudaMalloc(&device, moments.size() * 4), "memory");
-        ok(cudaMemcpy(device, moments.data(), moments.size() * 4, cudaMemcpyHostToDevice), "upload");
-        kivi_tensor m = tensor(device, {kHeads, c.dim, c.dim}, false);
-        m.dtype = KIVI_F32;
+    s.k.rounding = query_aware ? KIVI_ROUND_QUERY_AWARE : KIVI_ROUND_NEAREST;
+    if (s.beside) s.sink = s.recent = s.flush = std::max(s.k.group, 64);
+    const Cache cache(s, 4 * kHeads, kHeads, 1, tokens, kLayers);
+    if (query_aware) commit_moments(cache, kLayers, kHeads, s.dim, bench.stream);
+    const int64_t count = int64_t{1} * tokens * kHeads * s.dim;
+    const DeviceArray inputs[4] = {DeviceArray(count * 2), DeviceArray(count * 2), DeviceArray(count * 2), DeviceArray(count * 2)};
+    for (const DeviceArray& input : inputs) fill(input.data(), count);
+    const kivi_batch batch = batch_of(1, tokens);
+    const auto prepare = [&] {
+        ok(kivi_sequence_reset(cache, 0, bench.stream), "reset");
+        ok(cudaStreamSynchronize(bench.stream), "wait");
+    };
+    const double us = median_us(bench.stream, prepare, [&] {
         for (int layer = 0; layer < kLayers; ++layer) {
-            ok(kivi_moments_set(cache, layer, &m, 0, stream), "moments");
-            ok(kivi_moments_commit(cache, layer, stream), "moments");
+            const kivi_tensor keys = tensor(inputs[layer % 2 * 2].data(), {1, tokens, kHeads, s.dim}, false);
+            const kivi_tensor values = tensor(inputs[layer % 2 * 2 + 1].data(), {1, tokens, kHeads, s.dim}, false);
+            ok(kivi_append(cache, layer, &batch, &keys, &values, bench.stream), "append");
         }
-        ok(cudaFree(device), "free");
-    }
-    const int64_t row = int64_t{1} * tokens * kHeads * c.dim;
-    void* inputs[4] = {};
-    for (void*& input : inputs) {
-        ok(cudaMalloc(&input, row * 2), "memory");
-        fill(input, row);
-    }
-    const int32_t sequence = 0;
-    kivi_batch batch;
-    ok(kivi_batch_init(&batch, sizeof batch), "batch");
-    batch.rows = 1;
-    batch.max_count = tokens;
-    batch.sequences = &sequence;
-    cudaEvent_t begin, end;
-    ok(cudaEventCreate(&begin), "event");
-    ok(cudaEventCreate(&end), "event");
-    std::vector<double> times;
-    for (int replay = 0; replay < kReplays + 2; ++replay) {
-        ok(kivi_sequence_reset(cache, sequence, stream), "reset");
-        ok(cudaStreamSynchronize(stream), "wait");
-        ok(cudaEventRecord(begin, stream), "record");
-        for (int layer = 0; layer < kLayers; ++layer) {
-            const kivi_tensor keys = tensor(inputs[layer % 2 * 2], {1, tokens, kHeads, c.dim}, false);
-            const kivi_tensor values = tensor(inputs[layer % 2 * 2 + 1], {1, tokens, kHeads, c.dim}, false);
-            ok(kivi_append(cache, layer, &batch, &keys, &values, stream), "append");
-        }
-        ok(cudaEventRecord(end, stream), "record");
-        ok(cudaEventSynchronize(end), "wait");
-        float ms = 0;
-        ok(cudaEventElapsedTime(&ms, begin, end), "time");
-        if (replay >= 2) times.push_back(1e3 * ms / kLayers);
-    }
-    std::sort(times.begin(), times.end());
-    const double us = times[times.size() / 2];
-    const double packed = tokens - config.recent - config.sink, windows = config.recent + config.sink;
-    const double packed_bytes = c.dim * (c.key_bits + c.value_bits) / 8.0 + 2 * 4.0 * c.dim / c.group;
-    const double bytes = kHeads * (4.0 * c.dim * tokens + packed * packed_bytes + windows * 4.0 * c.dim);
-    std::printf("{\"bench\": \"gpu_pack\", \"spec\": \"%s\", \"rounding\": \"%s\", \"kv_heads\": %d, \"tokens\": %d, "
-                "\"us\": %.2f, \"gbps\": %.0f, \"copy_gbps\": %.0f, \"share\": %.3f}\n",
-                c.name, query_aware ? "query-aware" : "nearest", kHeads, tokens, us, bytes / us / 1e3, copy,
-                bytes / us / 1e3 / copy);
-    std::fflush(stdout);
-    kivi_cache_destroy(cache);
-    for (void* input : inputs) ok(cudaFree(input), "free");
+    }) / kLayers;
+    print_line(bench, "prompt", s, {1, 4 * kHeads, kHeads, tokens}, us, 4.0 * count + cache.live_bytes(), cache.path());
 }
+
+void run_presets(const Bench& bench, bool quick) {
+    for (const Storage& s : presets()) {
+        for (const Shape& shape : kShapes) {
+            if (!quick || is_quick(shape)) measure_attend(bench, s, shape);
+        }
+    }
+}
+
+void run_specs(const Bench& bench, bool quick) {
+    for (const Case& c : kCases) {
+        for (const Shape& shape : kShapes) {
+            if (!quick || (shape.batch == 8 && shape.kv_heads == 8)) measure_attend(bench, storage_of(c), shape);
+        }
+    }
+}
+
+void run_sweep(const Bench& bench, bool quick) {
+    for (const Storage& s : presets()) {
+        if (s.name != "k3v2" && s.name != "kivi2-sink") continue;
+        for (int kv_heads : {32, 8, 4}) {
+            for (int batch : {1, 8, 32, 128}) {
+                for (int tokens : {1024, 4096, 32768, 131072}) {
+                    const double fp16 = 4.0 * batch * kv_heads * tokens * s.dim;
+                    if (fp16 > 0.6 * static_cast<double>(bench.device.memory_bytes)) continue;
+                    if (quick && (kv_heads != 8 || batch % 32 > 1 || tokens % 32768 > 4096)) continue;
+                    measure_attend(bench, s, {batch, 32, kv_heads, tokens});
+                }
+            }
+        }
+    }
+}
+
+void run_prompts(const Bench& bench, bool quick) {
+    for (const Case& c : kCases) {
+        if (c.sink > 0 || c.query_tokens > 1 || c.dim != 128 || (quick && c.group != 64)) continue;
+        for (bool query_aware : {false, true}) measure_prompt(bench, storage_of(c), query_aware, 32768);
+        measure_prompt(bench, storage_of(c), false, 2048);
+    }
+}
+
+struct Group {
+    const char* name;
+    void (*run)(const Bench&, bool quick);
+};
+const Group kGroups[] = {{"presets", run_presets}, {"specs", run_specs}, {"sweep", run_sweep}, {"prompts", run_prompts}};
 
 }  // namespace
 
 int main(int argc, char** argv) {
-    const bool quick = argc > 1 && std::strcmp(argv[1], "--quick") == 0;
-    cudaStream_t stream;
-    ok(cudaStreamCreate(&stream), "stream");
-    const double copy = copy_gbps(stream);
-    const bool packing = argc > 1 && std::strcmp(argv[1], "--pack") == 0;
-    const char* const only = argc > 2 && std::strcmp(argv[1], "--spec") == 0 ? argv[2] : nullptr;
-    const int number = argc > 3 ? std::atoi(argv[3]) : -1;
-    for (const Case& c : kCases) {
-        if (only != nullptr && std::strcmp(only, c.name) != 0) continue;
-        if (packing && (c.sink > 0 || c.query_tokens > 1 || c.dim != 128)) continue;
-        for (int which = 0; packing && which < 2; ++which) measure_pack(c, which == 1, 32768, copy, stream);
-        if (packing) measure_pack(c, false, 2048, copy, stream);
-        for (const Shape& shape : kShapes) {
-            if (number >= 0 && &shape != kShapes + number) continue;
-            if (packing || (quick && (shape.batch != 8 || shape.kv_heads != 8))) continue;
-            measure(c, shape, copy, stream);
+    std::vector<std::string> words(argv + 1, argv + argc);
+    Bench bench;
+    ok(kivi_device_query(KIVI_CUDA, 0, &bench.device, sizeof bench.device), "device");
+    ok(cudaStreamCreateWithFlags(&bench.stream, cudaStreamNonBlocking), "stream");
+    measure_copy(bench);
+    if (words.size() >= 2 && words[0] == "--spec") {
+        bench.table = "specs";
+        const int number = words.size() > 2 ? std::atoi(words[2].c_str()) : -1;
+        for (const Case& c : kCases) {
+            if (words[1] != c.name) continue;
+            for (const Shape& shape : kShapes) {
+                if (number < 0 || &shape == kShapes + number) measure_attend(bench, storage_of(c), shape);
+            }
         }
+        return 0;
+    }
+    const auto quick = std::find(words.begin(), words.end(), "--quick");
+    const bool is_short = quick != words.end();
+    if (is_short) words.erase(quick);
+    for (const std::string& word : words) {
+        const auto named = [&](const Group& group) { return word == group.name; };
+        if (std::none_of(std::begin(kGroups), std::end(kGroups), named)) {
+            std::fprintf(stderr, "bench_gpu: there is no group '%s'; there are presets, specs, sweep and prompts\n", word.c_str());
+            return 2;
+        }
+    }
+    for (const Group& group : kGroups) {
+        if (!words.empty() && std::find(words.begin(), words.end(), group.name) == words.end()) continue;
+        bench.table = group.name;
+        group.run(bench, is_short);
     }
     return 0;
 }
