@@ -57,6 +57,21 @@ const BackendKind& backend_for(int32_t device) {
     return *kind;
 }
 
+void check_device_id(const BackendKind* kind, int32_t device_id) {
+    if (device_id < 0) refuse_argument("device_id is ", device_id, "; it must not be negative");
+    if (kind == nullptr) return;
+    const int32_t count = kind->count();
+    if (device_id >= count) {
+        refuse(KIVI_ERROR_NO_DEVICE, "device_id is ", device_id, "; there are ", count, " devices of this kind");
+    }
+}
+
+const BackendKind& existing_device(int32_t device, int32_t device_id) {
+    const BackendKind& kind = backend_for(device);
+    check_device_id(&kind, device_id);
+    return kind;
+}
+
 kivi_config take_config(const kivi_config* config) { return take_struct("config", config); }
 
 // The model, and the word of the backend that it serves every layer.
@@ -190,15 +205,10 @@ kivi_status kivi_device_query(int32_t device, int32_t device_id, kivi_device_inf
     return guarded([&] {
         check_output_struct("info", info, struct_size);
         check_device_kind(device);
-        if (device_id < 0) refuse_argument("device_id is ", device_id, "; it must not be negative");
         const BackendKind* const kind = find_backend(device);
+        check_device_id(kind, device_id);
         kivi_device_info answer{};
         if (kind != nullptr) {
-            const int32_t count = kind->count();
-            if (device_id >= count) {
-                refuse(KIVI_ERROR_NO_DEVICE, "device_id is ", device_id, "; there are ", count,
-                       " devices of this kind");
-            }
             answer = kind->query(device_id);
         } else {
             copy_text(answer.reason, sizeof answer.reason, "this build has no CUDA");
@@ -206,6 +216,34 @@ kivi_status kivi_device_query(int32_t device, int32_t device_id, kivi_device_inf
         answer.device = device;
         answer.device_id = device_id;
         put_struct(info, struct_size, answer);
+    });
+}
+
+kivi_status kivi_device_allocate(int32_t device, int32_t device_id, size_t bytes, void** memory) {
+    return guarded([&] {
+        check_pointer("memory", memory, alignof(void*));
+        *memory = nullptr;
+        const BackendKind& kind = existing_device(device, device_id);
+        if (bytes > 0) *memory = kind.allocate(device_id, bytes);
+    });
+}
+
+kivi_status kivi_device_free(int32_t device, int32_t device_id, void* memory) {
+    return guarded([&] {
+        const BackendKind& kind = existing_device(device, device_id);
+        if (memory != nullptr) kind.free(device_id, memory);
+    });
+}
+
+kivi_status kivi_device_copy(int32_t device, int32_t device_id, void* to, const void* from, size_t bytes,
+                             kivi_stream stream) {
+    return guarded([&] {
+        const BackendKind& kind = existing_device(device, device_id);
+        if (device == KIVI_CPU && stream != nullptr) refuse_argument("stream is ", stream, "; the CPU takes NULL only");
+        if (bytes == 0) return;
+        check_pointer("to", to, 1);
+        check_pointer("from", from, 1);
+        kind.copy(device_id, to, from, bytes, stream);
     });
 }
 
@@ -221,6 +259,9 @@ kivi_status kivi_query_support(const kivi_config* from, int32_t layer, kivi_supp
         try {
             const BackendKind& kind = backend_for(config.device);
             const Model model = accepted_model(config, kind);
+            check_device_id(&kind, config.device_id);
+            const kivi_device_info device = kind.query(config.device_id);
+            if (!device.available) refuse(KIVI_ERROR_UNSUPPORTED, device.reason);
             answer.supported = 1;
             if (model.has(layer)) {
                 const PathInfo path = kind.path(model, model.layers[layer]);

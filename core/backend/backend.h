@@ -154,6 +154,11 @@ struct BackendKind {
     uint64_t (*scratch_bytes)(const Model& model);   // allocated by create beside pages and windows
     std::unique_ptr<Backend> (*create)(const Model& model);
     void (*merge)(const MergeCall& call);
+    // Memory for callers, at least one byte, and complete copies of it (kivi_device_allocate, ..). device_id is below
+    // count().
+    void* (*allocate)(int32_t device_id, size_t bytes);
+    void (*free)(int32_t device_id, void* memory);
+    void (*copy)(int32_t device_id, void* to, const void* from, size_t bytes, kivi_stream stream);
 };
 
 }  // namespace kivi

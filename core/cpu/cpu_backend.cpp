@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <new>
 #include <vector>
 
 #include <unistd.h>
@@ -289,11 +290,17 @@ uint64_t scratch_bytes(const Model& model) {
 
 std::unique_ptr<Backend> create(const Model& model) { return std::make_unique<CpuBackend>(model); }
 
+constexpr std::align_val_t kAlignment{64};
+
+void* allocate(int32_t, size_t bytes) { return ::operator new(bytes, kAlignment); }
+void release(int32_t, void* memory) { ::operator delete(memory, kAlignment); }
+void copy(int32_t, void* to, const void* from, size_t bytes, kivi_stream) { std::memcpy(to, from, bytes); }
+
 }  // namespace
 
 const BackendKind& backend_kind() {
-    static const BackendKind kind{KIVI_CPU,       count,         query,  path,
-                                  layout_version, scratch_bytes, create, merge_parts};
+    static const BackendKind kind{KIVI_CPU, count,       query,    path,    layout_version, scratch_bytes,
+                                  create,   merge_parts, allocate, release, copy};
     return kind;
 }
 

@@ -677,13 +677,30 @@ void merge_tensors(const MergeCall& call) {
     check_launch("merge");
 }
 
+void* allocate(int32_t device_id, size_t bytes) {
+    const DeviceGuard guard(device_id);
+    return Memory(bytes, "the caller").release();
+}
+
+void release(int32_t device_id, void* memory) {
+    const DeviceGuard guard(device_id);
+    check_device_pointer("memory", memory, device_id);
+    check(cudaFree(memory), "giving memory back");
+}
+
+void copy(int32_t device_id, void* to, const void* from, size_t bytes, kivi_stream stream) {
+    const DeviceGuard guard(device_id);
+    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_of(stream)), "copying");
+    check(cudaStreamSynchronize(stream_of(stream)), "copying");
+}
+
 }  // namespace
 
 const char* architectures() { return KIVI_CUDA_ARCHITECTURES; }
 
 const BackendKind& backend_kind() {
-    static const BackendKind kind{KIVI_CUDA,      device_count,  query,  path,
-                                  layout_version, scratch_bytes, create, merge_tensors};
+    static const BackendKind kind{KIVI_CUDA, device_count,  query,    path,    layout_version, scratch_bytes,
+                                  create,    merge_tensors, allocate, release, copy};
     return kind;
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 namespace kivi::cuda {
 
@@ -46,6 +47,11 @@ class Memory {
         return static_cast<T*>(data_);
     }
     uint64_t bytes() const { return bytes_; }
+    // Leaves the memory to the caller.
+    void* release() {
+        bytes_ = 0;
+        return std::exchange(data_, nullptr);
+    }
 
   private:
     void* data_ = nullptr;

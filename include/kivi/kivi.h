@@ -278,6 +278,17 @@ KIVI_API kivi_status kivi_device_count(int32_t device, int32_t *count);
 KIVI_API kivi_status kivi_device_query(int32_t device, int32_t device_id, kivi_device_info *info,
                                        size_t struct_size);
 
+/* Memory of a device, for callers who have no runtime of their own for it: programs with cudaMalloc need none of these
+ * three. Not for the hot path. It begins at a multiple of 64 bytes, contents undefined; *memory is NULL after a
+ * failure, and for 0 bytes. */
+KIVI_API kivi_status kivi_device_allocate(int32_t device, int32_t device_id, size_t bytes, void **memory);
+/* Gives memory of kivi_device_allocate back, of the same device; NULL is accepted. On CUDA waits for the device. */
+KIVI_API kivi_status kivi_device_free(int32_t device, int32_t device_id, void *memory);
+/* Copies between host and device, or within either; the two stretches do not overlap. [COPY-1] Comes after what is
+ * queued on the stream and is complete on return. */
+KIVI_API kivi_status kivi_device_copy(int32_t device, int32_t device_id, void *to, const void *from, size_t bytes,
+                                      kivi_stream stream);
+
 enum kivi_path {
     KIVI_PATH_NONE = 0,     /* refused */
     KIVI_PATH_REFERENCE = 1,

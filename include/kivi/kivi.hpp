@@ -163,6 +163,65 @@ class Tensor : public ConstTensor {
     }
 };
 
+// ---- Memory -------------------------------------------------------------------------------------------
+
+// `size` elements on a device (enum kivi_device), owned: for programs without a runtime of their own for it. Moves, does
+// not copy.
+template <class T>
+class Buffer {
+  public:
+    Buffer() = default;
+    // Contents undefined.
+    Buffer(int32_t device, int32_t device_id, size_t size) : device_(device), device_id_(device_id), size_(size) {
+        void* memory = nullptr;
+        check(kivi_device_allocate(device, device_id, size * sizeof(T), &memory));
+        data_ = static_cast<T*>(memory);
+    }
+    Buffer(int32_t device, int32_t device_id, const std::vector<T>& values) : Buffer(device, device_id, values.size()) {
+        upload(values.data());
+    }
+    ~Buffer() { kivi_device_free(device_, device_id_, data_); }
+    Buffer(Buffer&& other) noexcept { *this = std::move(other); }
+    Buffer& operator=(Buffer&& other) noexcept {
+        std::swap(device_, other.device_);
+        std::swap(device_id_, other.device_id_);
+        std::swap(size_, other.size_);
+        std::swap(data_, other.data_);
+        return *this;
+    }
+
+    T* data() noexcept { return data_; }
+    const T* data() const noexcept { return data_; }
+    size_t size() const noexcept { return size_; }
+
+    // All elements, from and to the host: after what is queued on the stream, complete on return.
+    void upload(const T* values, kivi_stream stream = nullptr) {
+        check(kivi_device_copy(device_, device_id_, data_, values, size_ * sizeof(T), stream));
+    }
+    std::vector<T> download(kivi_stream stream = nullptr) const {
+        std::vector<T> values(size_);
+        check(kivi_device_copy(device_, device_id_, values.data(), data_, size_ * sizeof(T), stream));
+        return values;
+    }
+
+    // Dense, over all elements.
+    ConstTensor view(Extents shape) const { return on_device(ConstTensor(*this, shape)); }
+    Tensor view(Extents shape) { return on_device(Tensor(*this, shape)); }
+
+  private:
+    template <class View>
+    View on_device(const View& view) const {
+        kivi_tensor tensor = *view.get();
+        tensor.device = device_;
+        tensor.device_id = device_id_;
+        return View(tensor);
+    }
+
+    int32_t device_ = KIVI_CPU, device_id_ = 0;
+    size_t size_ = 0;
+    T* data_ = nullptr;
+};
+
 // ---- Batches ------------------------------------------------------------------------------------------
 
 // Which sequences a call is about and how many tokens each brings; owns its arrays. Build it once and
@@ -312,20 +371,21 @@ inline std::vector<kivi_device_info> devices(int32_t device) {
 
 // ---- Attention ----------------------------------------------------------------------------------------
 
-// Host memory that attend works in. One for each thread that attends.
+// Memory of the cache's device that attend works in. One for each thread and each stream that attends.
 class Workspace {
   public:
-    Workspace() = default;
-    explicit Workspace(size_t bytes) : bytes_(bytes) {}
-    // Never shrinks.
+    explicit Workspace(size_t bytes = 0, int32_t device = KIVI_CPU, int32_t device_id = 0)
+        : device_(device), device_id_(device_id), bytes_(device, device_id, bytes) {}
+    // Never shrinks; what attend left there is lost.
     void reserve(size_t bytes) {
-        if (bytes > bytes_.size()) bytes_.resize(bytes);
+        if (bytes > bytes_.size()) bytes_ = Buffer<unsigned char>(device_, device_id_, bytes);
     }
     void* data() noexcept { return bytes_.data(); }
     size_t size() const noexcept { return bytes_.size(); }
 
   private:
-    std::vector<unsigned char> bytes_;
+    int32_t device_, device_id_;
+    Buffer<unsigned char> bytes_;
 };
 
 // What attend may be told beyond its tensors; the defaults are those of kivi.h.
@@ -407,12 +467,14 @@ class Cache {
   public:
     explicit Cache(const Config& config) {
         const kivi_config raw = config.get();
+        device_ = raw.device, device_id_ = raw.device_id;
         kivi_cache* cache = nullptr;
         check(kivi_cache_create(&raw, &cache));
         cache_.reset(cache);
     }
-    // Takes over a cache made by kivi_cache_create.
-    explicit Cache(kivi_cache* cache) noexcept : cache_(cache) {}
+    // Takes over a cache made by kivi_cache_create on this device.
+    explicit Cache(kivi_cache* cache, int32_t device = KIVI_CPU, int32_t device_id = 0) noexcept
+        : cache_(cache), device_(device), device_id_(device_id) {}
     kivi_cache* get() const noexcept { return cache_.get(); }
 
     // Empties every sequence; committed moments stay.
@@ -465,7 +527,7 @@ class Cache {
         return bytes;
     }
     Workspace workspace(int32_t rows, int32_t max_count, int32_t layer = -1) const {
-        return Workspace(attend_workspace(rows, max_count, layer));
+        return Workspace(attend_workspace(rows, max_count, layer), device_, device_id_);
     }
     // q [rows, tokens, q_heads, key_dim], out [rows, tokens, q_heads, value_dim], or without rows.
     void attend(int32_t layer, const Batch& batch, const ConstTensor& q, const Tensor& out, Workspace& workspace,
@@ -533,6 +595,7 @@ class Cache {
         void operator()(kivi_cache* cache) const noexcept { kivi_cache_destroy(cache); }
     };
     std::unique_ptr<kivi_cache, Destroy> cache_;
+    int32_t device_ = KIVI_CPU, device_id_ = 0;
 };
 
 // ---- Probe --------------------------------------------------------------------------------------------

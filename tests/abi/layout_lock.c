@@ -227,6 +227,11 @@ kivi_status (*lock_kivi_config_preset)(kivi_config* config, const char* name) = 
 kivi_status (*lock_kivi_device_count)(int32_t device, int32_t* count) = kivi_device_count;
 kivi_status (*lock_kivi_device_query)(int32_t device, int32_t device_id, kivi_device_info* info,
                                       size_t struct_size) = kivi_device_query;
+kivi_status (*lock_kivi_device_allocate)(int32_t device, int32_t device_id, size_t bytes,
+                                         void** memory) = kivi_device_allocate;
+kivi_status (*lock_kivi_device_free)(int32_t device, int32_t device_id, void* memory) = kivi_device_free;
+kivi_status (*lock_kivi_device_copy)(int32_t device, int32_t device_id, void* to, const void* from, size_t bytes,
+                                     kivi_stream stream) = kivi_device_copy;
 kivi_status (*lock_kivi_query_support)(const kivi_config* config, int32_t layer, kivi_support* support,
                                        size_t struct_size) = kivi_query_support;
 kivi_status (*lock_kivi_cache_estimate)(const kivi_config* config, kivi_memory* memory,

@@ -1,5 +1,7 @@
 // Section G of the public faults: full caches, dead handles, accounting, and what is refused when.
+#include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <thread>
 
 #include "support/cache.h"
@@ -231,4 +233,78 @@ TEST_CASE(
     CHECK(cache.statistics().tokens == appended);
     Random random(3);
     check_attend(cache, {{0, 1}, {1, 1}}, random.normals(2 * 2 * 64));
+}
+
+TEST_CASE("memory of the library's own: copies in, across and out come after the stream and are complete [COPY-1]") {
+    const int32_t device = backend().device;
+    void* first = nullptr;
+    void* second = nullptr;
+    REQUIRE(kivi_device_allocate(device, 0, 3 << 20, &first) == KIVI_OK);
+    REQUIRE(kivi_device_allocate(device, 0, 3 << 20, &second) == KIVI_OK);
+    CHECK(reinterpret_cast<uintptr_t>(first) % 64 == 0);
+    std::vector<uint8_t> given(3 << 20), got(given.size());
+    for (size_t i = 0; i < given.size(); ++i) given[i] = static_cast<uint8_t>(i * 7 + i / 251);
+    REQUIRE(kivi_device_copy(device, 0, first, given.data(), given.size(), nullptr) == KIVI_OK);
+    REQUIRE(kivi_device_copy(device, 0, second, first, given.size(), nullptr) == KIVI_OK);
+    REQUIRE(kivi_device_copy(device, 0, got.data(), static_cast<uint8_t*>(second) + 5, given.size() - 5, nullptr) == KIVI_OK);
+    CHECK(std::equal(given.begin() + 5, given.end(), got.begin()));
+
+    // A cache works on it, with nothing between that waits.
+    const Cache cache(config(channel(2, 32), token(2, 32), {1, 1, 64, 64}, {0, 32, 32}));
+    Floats rows(200 * 64);
+    for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<float>(i % 37) - 18;
+    const kivi_tensor k{first, KIVI_F32, device, 0, 4, {1, 200, 1, 64}, {0, 64, 64, 1}};
+    REQUIRE(kivi_device_copy(device, 0, first, rows.data(), rows.size() * 4, nullptr) == KIVI_OK);
+    const Batch batch({{0, 200}});
+    REQUIRE(kivi_append(cache, 0, batch, &k, &k, nullptr) == KIVI_OK);
+    const kivi_tensor out{second, KIVI_F32, device, 0, 3, {200, 1, 64}, {64, 64, 1}};
+    REQUIRE(kivi_dequantize(cache, 0, 0, 0, 200, &out, nullptr, 0, nullptr) == KIVI_OK);
+    Floats back(rows.size());
+    REQUIRE(kivi_device_copy(device, 0, back.data(), second, back.size() * 4, nullptr) == KIVI_OK);
+    for (size_t i = 0; i < back.size(); ++i) {
+        if (std::abs(back[i] - rows[i]) > 6.5f) {
+            CAPTURE(i);
+            CHECK(back[i] == rows[i]);
+            break;
+        }
+    }
+    CHECK(kivi_device_free(device, 0, first) == KIVI_OK);
+    CHECK(kivi_device_free(device, 0, second) == KIVI_OK);
+}
+
+TEST_CASE("memory of the library's own: what is refused") {
+    const int32_t device = backend().device;
+    int here = 0;
+    void* memory = &here;
+    CHECK(kivi_device_allocate(device, 0, 0, &memory) == KIVI_OK);
+    CHECK(memory == nullptr);
+    CHECK(kivi_device_free(device, 0, nullptr) == KIVI_OK);
+    CHECK(kivi_device_copy(device, 0, nullptr, nullptr, 0, nullptr) == KIVI_OK);
+    memory = &here;
+    CHECK(kivi_device_allocate(device, 0, size_t{1} << 60, &memory) == KIVI_ERROR_OUT_OF_MEMORY);
+    CHECK(memory == nullptr);
+    CHECK(kivi_device_allocate(device, 0, 10, nullptr) == KIVI_ERROR_INVALID_ARGUMENT);
+    CHECK(says("memory is NULL"));
+    CHECK(kivi_device_allocate(device, -1, 10, &memory) == KIVI_ERROR_INVALID_ARGUMENT);
+    CHECK(says("device_id is -1"));
+    CHECK(kivi_device_allocate(device, 999, 10, &memory) == KIVI_ERROR_NO_DEVICE);
+    CHECK(says("device_id is 999"));
+    CHECK(kivi_device_free(7, 0, &here) == KIVI_ERROR_INVALID_ARGUMENT);
+    CHECK(says("device is 7"));
+    int32_t gpus = 0;
+    if (kivi_device_count(KIVI_CUDA, &gpus) == KIVI_OK && gpus == 0) {
+        const kivi_status status = kivi_device_allocate(KIVI_CUDA, 0, 10, &memory);
+        CHECK((status == KIVI_ERROR_UNSUPPORTED || status == KIVI_ERROR_NO_DEVICE));
+    }
+    CHECK(kivi_device_copy(device, 0, nullptr, &here, 4, nullptr) == KIVI_ERROR_INVALID_ARGUMENT);
+    CHECK(says("to is NULL"));
+    CHECK(kivi_device_copy(device, 0, &here, nullptr, 4, nullptr) == KIVI_ERROR_INVALID_ARGUMENT);
+    CHECK(says("from is NULL"));
+    if (device == KIVI_CPU) {
+        CHECK(kivi_device_copy(device, 0, &here, &here, 4, &here) == KIVI_ERROR_INVALID_ARGUMENT);
+        CHECK(says("stream is "));
+    } else {
+        CHECK(kivi_device_free(device, 0, &here) == KIVI_ERROR_INVALID_ARGUMENT);
+        CHECK(says("memory is host memory"));
+    }
 }

@@ -171,6 +171,26 @@ TEST_CASE("append, flush, attend with LSE, dequantize, reset") {
     CHECK(cache.statistics().blocks_used > 0);
 }
 
+TEST_CASE("buffers: a cache works on the library's own memory; they move and check their views") {
+    kivi::Cache cache(small_config());
+    const auto rows = normal(200 * kKvHeads * kDim, 9);
+    kivi::Buffer<float> k(KIVI_CPU, 0, rows), back(KIVI_CPU, 0, rows.size());
+    CHECK(k.download() == rows);
+    const kivi::Buffer<float> v = std::move(k);
+    CHECK(k.size() == 0);
+    cache.append(0, kivi::Batch(1, 200), v.view({1, 200, kKvHeads, kDim}), v.view({1, 200, kKvHeads, kDim}));
+    const kivi::Tensor view = back.view({200, kKvHeads, kDim});
+    cache.dequantize(0, 0, 0, 200, &view, nullptr);
+    const auto read = back.download();
+    CHECK(std::abs(read.front() - rows.front()) < 1e-2f);  // sink window
+    CHECK(status_of([&] { v.view({1, 199, kKvHeads, kDim}); }) == KIVI_ERROR_INVALID_ARGUMENT);
+    CHECK(status_of([] { kivi::Buffer<float>(KIVI_CPU, 3, size_t{1}); }) == KIVI_ERROR_NO_DEVICE);
+    kivi::Workspace workspace;
+    workspace.reserve(100);
+    workspace.reserve(10);
+    CHECK(workspace.size() == 100);
+}
+
 TEST_CASE("fresh keys merged with the past are one softmax") {
     kivi::Cache cache(small_config("f16"));
     fill(cache, 40);

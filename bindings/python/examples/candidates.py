@@ -29,7 +29,7 @@ class Candidate:
     def label(self):
         return self.name or self.preset
 
-    def config(self, shape, sequences, capacity):
+    def config(self, shape, sequences, capacity, device="cpu"):
         base = {preset.name: preset for preset in kivi.presets()}[self.preset]
         k, v = self.k or base.k, self.v or base.v
         if self.rotate_keys:
@@ -38,18 +38,19 @@ class Candidate:
             k = replace(k, rounding="query_aware")
         return kivi.Config.preset(
             self.preset, layers=shape.layers, q_heads=shape.q_heads, kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim, k=k, v=v, max_tokens=capacity, max_sequences=sequences)
+            head_dim=shape.head_dim, k=k, v=v, max_tokens=capacity, max_sequences=sequences, device=device)
 
 
 BASELINE = Candidate("f16")
 QUERY_AWARE = Candidate("k3v2", name="k3v2, keys rotated, query-aware", rotate_keys=True, moments=True)
 
 
-def open_caches(candidates, model, sequences, capacity, calibration, advance=lambda: None):
+def open_caches(candidates, model, sequences, capacity, calibration, advance=lambda: None, device="cpu"):
     """A KiviCache for each candidate by label; moments are taken from the calibration tokens and committed."""
     caches = {}
     for candidate in candidates:
-        caches[candidate.label] = KiviCache(kivi.Cache(candidate.config(model.shape, sequences, capacity)))
+        config = candidate.config(model.shape, sequences, capacity, device)
+        caches[candidate.label] = KiviCache(kivi.Cache(config))
     learning = [caches[candidate.label].cache for candidate in candidates if candidate.moments]
     if learning:
         accumulate_moments(learning, model, calibration, advance)

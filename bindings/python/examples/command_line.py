@@ -27,6 +27,7 @@ def demo(words=None, model_needed=True):
     parser = Parser("demo", "A real language model generates from 2- to 4-bit caches.", model_needed)
     parser.add_argument("--quick", action="store_true", help="less of everything, at most three minutes")
     parser.add_argument("--out", required=True, type=output_folder, help="folder for the pictures and the page")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where the caches live")
     return parser.parse_args(words)
 
 

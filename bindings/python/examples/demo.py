@@ -69,13 +69,13 @@ def main():
     out.mkdir(parents=True, exist_ok=True)
     calibration = tokens[-size.calibration:]
 
-    answers = answer_prompts(model, tokenizer, tokens, calibration, size)
-    scores, measured, steps = read_text(model, windows, calibration, size)
+    answers = answer_prompts(model, tokenizer, tokens, calibration, size, arguments.device)
+    scores, measured, steps = read_text(model, windows, calibration, size, arguments.device)
     progress = Progress("comparing axes", 16 * len(range(0, model.shape.layers, size.probe_every)))
     activations = axis_table.capture(model, windows[0][:size.probe_tokens], size.probe_queries)[::size.probe_every]
     axes = axis_table.measure(activations, progress.advance)
     result = {
-        "about": about(file, size),
+        "about": about(file, size, arguments.device),
         "presets": [preset_row(c, scores, measured[c.label], answers) for c in CANDIDATES],
         "step_us": {"context": steps["context"], **{c.label: steps[c.label] for c in CANDIDATES}},
         "answers": answers,
@@ -116,12 +116,12 @@ def questions(tokenizer, tokens, size):
     return found
 
 
-def answer_prompts(model, tokenizer, tokens, calibration, size):
+def answer_prompts(model, tokenizer, tokens, calibration, size, device):
     """For each prompt: the question, and for each candidate the text and the share of agreeing tokens."""
     asked = questions(tokenizer, tokens, size)
     prompts = [ids for _, ids in asked]
     capacity = max(map(len, prompts)) + size.answer
-    caches = open_caches(CANDIDATES, model, 2 * len(prompts), capacity, calibration)
+    caches = open_caches(CANDIDATES, model, 2 * len(prompts), capacity, calibration, device=device)
     progress = Progress("generating", size.answer)
     found = generate(model, caches, prompts, size.answer, tokenizer.stops, progress.advance)
     reference = found[BASELINE.label]
@@ -141,10 +141,10 @@ def same_until(tokens, reference):
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(reference)))
 
 
-def read_text(model, windows, calibration, size):
+def read_text(model, windows, calibration, size, device):
     """Scores by label, what was measured of each cache, and microseconds of attention a token by context."""
     capacity = max(map(len, windows))
-    caches = open_caches(CANDIDATES, model, len(windows), capacity, calibration)
+    caches = open_caches(CANDIDATES, model, len(windows), capacity, calibration, device=device)
     progress, clocks = Progress("reading the text", capacity - 1), []
 
     def advance():
@@ -180,7 +180,7 @@ def preset_row(candidate, scores, measured, answers):
     }
 
 
-def about(file, size):
+def about(file, size, device):
     return {
         "model": Path(file.path).stem,
         "text": SOURCE,
@@ -192,6 +192,7 @@ def about(file, size):
                   "sink": axis_table.SINK, "recent": axis_table.RECENT},
         "date": time.strftime("%Y-%m-%d"),
         "cpu": f"{cpu_name()}, {os.cpu_count()} cores",
+        "gpu": next(d.name for d in kivi.devices() if d.device == "cuda") if device == "cuda" else "",
         "build": f"kivi {kivi.version()}: {kivi.build_info()}",
         "commit": commit() or "unknown",
     }

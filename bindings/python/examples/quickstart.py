@@ -1,12 +1,16 @@
-"""Keys and values of a model in 2 and 3 bits, and attention straight from them."""
+"""Keys and values of a model in 2 and 3 bits, and attention straight from them: quickstart.py [cpu|cuda]."""
+
+import sys
 
 import kivi
 import numpy as np
 
+device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
 rng = np.random.default_rng(0)
 layers, q_heads, kv_heads, dim = 2, 8, 2, 128
 
-with kivi.Cache("k3v2", layers=layers, q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, max_tokens=4096) as cache:
+shape = {"layers": layers, "q_heads": q_heads, "kv_heads": kv_heads, "head_dim": dim}
+with kivi.Cache("k3v2", **shape, max_tokens=4096, device=device) as cache:
     prompt = rng.standard_normal((2, 2000, kv_heads, dim)).astype(np.float16)  # K and V, [tokens, heads, dim]
     for layer in range(layers):
         cache.append(layer, *prompt)

@@ -80,7 +80,8 @@ def axes_note(result):
 
 def about_note(result):
     about = result["about"]
-    return f"{about['date']}, {about['cpu']}; {about['build']}; commit {about['commit']}; {result['seconds']} s."
+    gpu = f", caches on {about['gpu']}: arrays go there and back in each call" if about["gpu"] else ""
+    return f"{about['date']}, {about['cpu']}{gpu}; {about['build']}; commit {about['commit']}; {result['seconds']} s."
 
 
 def agreement_line(answer, label):

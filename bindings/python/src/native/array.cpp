@@ -282,15 +282,21 @@ Tensor::Tensor(const char* name, py::handle array, Access access, void* stream)
     }
 }
 
-OptionalFloats::OptionalFloats(const char* name, py::handle array, int64_t count, void* stream) {
-    if (array.is_none()) {
+Tensor::Tensor(const char* name, py::handle array, Access access, Staging& staging)
+    : Tensor(name, array, access, staging.stream()) {
+    staging.place(name, tensor_, static_cast<size_t>(array_.element_bytes), access);
+}
+
+void OptionalFloats::check_values(const char* name, int64_t count) const {
+    const kivi_tensor* const tensor = tensor_.get();
+    if (tensor == nullptr) {
         return;
     }
-    array_.emplace(name, array, Access::read, stream);
-    if (array_->element != Element::float32) {
-        refuse_type(name, array_->dtype_text() + " is not taken, only float32");
+    if (tensor->dtype != KIVI_F32) {
+        refuse_type(name, std::string(tensor->dtype == KIVI_F16 ? "float16" : "bfloat16") +
+                              " is not taken, only float32");
     }
-    if (array_->rank != 1 || array_->shape[0] != count || !array_->contiguous()) {
+    if (tensor->rank != 1 || tensor->shape[0] != count || (count > 1 && tensor->stride[0] != 1)) {
         refuse(name, "must be " + std::to_string(count) + " float32 values in a row, one a query head");
     }
 }

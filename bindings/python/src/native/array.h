@@ -6,10 +6,10 @@
 #include <vector>
 
 #include "errors.h"
+#include "staging.h"
 
 namespace kivi_python {
 
-enum class Access { read, write };
 enum class Element { float32, float16, bfloat16, int32, int64, other };
 
 // One Python array, held until this object goes. The order of intake: the buffer protocol where the type
@@ -53,10 +53,11 @@ class Array {
     std::string dlpack_dtype_;  // of an element that is `other`
 };
 
-// An array of floats as the C API wants it; None is refused.
+// An array of floats as the C API wants it; None is refused. With `staging`, on the device of a cache.
 class Tensor {
   public:
     Tensor(const char* name, py::handle array, Access access, void* stream = nullptr);
+    Tensor(const char* name, py::handle array, Access access, Staging& staging);
     const kivi_tensor* get() const { return &tensor_; }
     const kivi_tensor& operator*() const { return tensor_; }
 
@@ -68,11 +69,14 @@ class Tensor {
 // The same, where None is allowed and becomes a null pointer.
 class OptionalTensor {
   public:
-    OptionalTensor(const char* name, py::handle array, Access access, void* stream = nullptr) {
+    template <class Where>  // a stream or a Staging
+    OptionalTensor(const char* name, py::handle array, Access access, Where&& where) {
         if (!array.is_none()) {
-            tensor_.emplace(name, array, access, stream);
+            tensor_.emplace(name, array, access, where);
         }
     }
+    OptionalTensor(const char* name, py::handle array, Access access)
+        : OptionalTensor(name, array, access, nullptr) {}
     const kivi_tensor* get() const { return tensor_ ? tensor_->get() : nullptr; }
 
   private:
@@ -82,11 +86,17 @@ class OptionalTensor {
 // `count` float32 values in a row (learned sinks), or a null pointer for None.
 class OptionalFloats {
   public:
-    OptionalFloats(const char* name, py::handle array, int64_t count, void* stream = nullptr);
-    const float* get() const { return array_ ? static_cast<const float*>(array_->data) : nullptr; }
+    template <class Where>  // a stream or a Staging
+    OptionalFloats(const char* name, py::handle array, int64_t count, Where&& where)
+        : tensor_(name, array, Access::read, where) {
+        check_values(name, count);
+    }
+    const float* get() const { return tensor_.get() ? static_cast<const float*>(tensor_.get()->data) : nullptr; }
 
   private:
-    std::optional<Array> array_;
+    void check_values(const char* name, int64_t count) const;
+
+    OptionalTensor tensor_;
 };
 
 // Ids, counts or offsets from a sequence of ints or a one-dimensional int32 or int64 array.

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <new>
 
 namespace kivi_python {
@@ -54,18 +55,22 @@ py::object zeros_like(py::handle like, const std::vector<int64_t>& shape) {
     return py::module_::import("kivi._arrays").attr("zeros_like")(like, py::tuple(py::cast(shape)));
 }
 
-Workspaces::Lease::Lease(Workspaces& owner, const kivi_cache* cache, int32_t rows, int32_t max_count)
+Workspaces::Lease::Lease(Workspaces& owner, const kivi_cache* cache, int32_t device, int32_t device_id, void* stream,
+                         int32_t rows, int32_t max_count)
     : owner_(owner) {
-    if (!owner_.free_.empty()) {
-        piece_ = std::move(owner_.free_.back());
-        owner_.free_.pop_back();
+    std::vector<Piece>& free = owner_.free_;
+    const auto found = std::find_if(free.rbegin(), free.rend(), [&](const Piece& piece) { return piece.stream == stream; });
+    if (found != free.rend()) {
+        piece_ = std::move(*found);
+        free.erase(std::next(found).base());
     }
+    piece_.stream = stream;
     if (rows > piece_.rows || max_count > piece_.max_count) {
         piece_.rows = std::max(rows, piece_.rows);
         piece_.max_count = std::max(max_count, piece_.max_count);
         check(kivi_attend_workspace(cache, -1, piece_.rows, piece_.max_count, &piece_.bytes));
-        piece_.memory.reset();
-        piece_.memory.reset(new unsigned char[piece_.bytes]);
+        piece_.memory = DeviceMemory();
+        piece_.memory = DeviceMemory(device, device_id, piece_.bytes);
     }
 }
 
@@ -75,6 +80,7 @@ Cache::Cache(py::handle config) {
     Config read(config);
     run_unlocked([&] { return kivi_cache_create(&read.c, &cache_); });
     device_ = read.c.device;
+    device_id_ = read.c.device_id;
     max_sequences_ = read.c.max_sequences;
     layers_ = std::move(read.layers);
 }
@@ -122,6 +128,13 @@ void Cache::run(Call&& call) {
     run_unlocked([&] { return call(cache); });
 }
 
+template <class Call>
+void Cache::run(Staging& staging, Call&& call) {
+    run([&](kivi_cache* cache) { return staging.around([&] { return call(cache); }); });
+}
+
+Staging Cache::staging_on(py::handle stream) { return Staging(pieces_, device_, device_id_, stream_of(stream)); }
+
 // The layer's shape for what the C API leaves to its caller; the C call itself judges the index again.
 const kivi_layer& Cache::layer_shape(int32_t layer) const {
     if (layer < 0 || layer >= static_cast<int32_t>(layers_.size())) {
@@ -133,12 +146,12 @@ const kivi_layer& Cache::layer_shape(int32_t layer) const {
 
 void Cache::append(int32_t layer, py::object k, py::object v, py::object sequences, py::object counts,
                    py::object offsets, py::object stream) {
-    void* const on = stream_of(stream);
-    const Tensor keys("k", k, Access::read, on);
-    const Tensor values("v", v, Access::read, on);
+    Staging staging = staging_on(stream);
+    const Tensor keys("k", k, Access::read, staging);
+    const Tensor values("v", v, Access::read, staging);
     const Batch batch(sequences, counts, offsets, *keys, "k");
-    run([&](kivi_cache* cache) {
-        return kivi_append(cache, layer, batch.get(), keys.get(), values.get(), on);
+    run(staging, [&](kivi_cache* cache) {
+        return kivi_append(cache, layer, batch.get(), keys.get(), values.get(), staging.stream());
     });
 }
 
@@ -153,8 +166,8 @@ py::object Cache::attend(int32_t layer, py::object q, py::object out, py::object
                          py::object v, py::object learned_sinks, py::object lse, bool invariant,
                          py::object workspace, py::object stream) {
     const kivi_layer& shape = layer_shape(layer);
-    void* const on = stream_of(stream);
-    const Tensor queries("q", q, Access::read, on);
+    Staging staging = staging_on(stream);
+    const Tensor queries("q", q, Access::read, staging);
     const Batch batch(sequences, counts, offsets, *queries, "q");
     if (out.is_none()) {
         const kivi_tensor& like = *queries;
@@ -162,11 +175,11 @@ py::object Cache::attend(int32_t layer, py::object q, py::object out, py::object
         sizes.back() = shape.value_dim;
         out = zeros_like(q, sizes);
     }
-    const Tensor result("out", out, Access::write, on);
-    const OptionalTensor fresh_keys("k", k, Access::read, on);
-    const OptionalTensor fresh_values("v", v, Access::read, on);
-    const OptionalTensor log_sum("lse", lse, Access::write, on);
-    const OptionalFloats sinks("learned_sinks", learned_sinks, shape.q_heads, on);
+    const Tensor result("out", out, Access::write, staging);
+    const OptionalTensor fresh_keys("k", k, Access::read, staging);
+    const OptionalTensor fresh_values("v", v, Access::read, staging);
+    const OptionalTensor log_sum("lse", lse, Access::write, staging);
+    const OptionalFloats sinks("learned_sinks", learned_sinks, shape.q_heads, staging);
 
     kivi_attend_params params = {};
     params.struct_size = sizeof params;
@@ -180,23 +193,21 @@ py::object Cache::attend(int32_t layer, py::object q, py::object out, py::object
     params.flags = invariant ? KIVI_ATTEND_INVARIANT : 0;
 
     const auto attend_with = [&](void* memory, size_t bytes) {
-        run([&](kivi_cache* cache) {
+        run(staging, [&](kivi_cache* cache) {
             return kivi_attend(cache, layer, batch.get(), queries.get(), result.get(), &params, memory, bytes,
-                               on);
+                               staging.stream());
         });
     };
     if (!workspace.is_none()) {
-        const Array memory("workspace", workspace, Access::write, on);
+        const Array memory("workspace", workspace, Access::write, staging.stream());
         if (!memory.contiguous()) {
             raise(KIVI_ERROR_INVALID_ARGUMENT, "workspace: must be contiguous");
         }
         attend_with(memory.data, static_cast<size_t>(memory.size() * memory.element_bytes));
-    } else if (device_ == KIVI_CPU) {
-        const Workspaces::Lease memory(workspaces_, handle(), batch.rows(), batch.max_count());
-        attend_with(memory.memory(), memory.bytes());
     } else {
-        raise(KIVI_ERROR_INVALID_ARGUMENT,
-              "workspace: on a GPU it must be given, device memory of attend_workspace() bytes");
+        const Workspaces::Lease memory(workspaces_, handle(), device_, device_id_, staging.stream(), batch.rows(),
+                                       batch.max_count());
+        attend_with(memory.memory(), memory.bytes());
     }
     return out;
 }
@@ -265,12 +276,12 @@ py::tuple Cache::dequantize(int32_t layer, int32_t sequence, int64_t begin, py::
         k = float32(py::make_tuple(tokens, shape.kv_heads, shape.key_dim));
         v = float32(py::make_tuple(tokens, shape.kv_heads, shape.value_dim));
     }
-    void* const on = stream_of(stream);
-    const OptionalTensor keys("k", k, Access::write, on);
-    const OptionalTensor values("v", v, Access::write, on);
-    run([&](kivi_cache* cache) {
+    Staging staging = staging_on(stream);
+    const OptionalTensor keys("k", k, Access::write, staging);
+    const OptionalTensor values("v", v, Access::write, staging);
+    run(staging, [&](kivi_cache* cache) {
         return kivi_dequantize(cache, layer, sequence, begin, last, keys.get(), values.get(),
-                               basis_flags(stored_basis), on);
+                               basis_flags(stored_basis), staging.stream());
     });
     return py::make_tuple(k, v);
 }
@@ -292,19 +303,19 @@ void Cache::import_sequence(int32_t sequence, py::object blob, py::object stream
 
 void Cache::moments_accumulate(int32_t layer, py::object q, py::object counts, py::object offsets,
                                py::object stream) {
-    void* const on = stream_of(stream);
-    const Tensor queries("q", q, Access::read, on);
+    Staging staging = staging_on(stream);
+    const Tensor queries("q", q, Access::read, staging);
     const Batch batch(py::none(), counts, offsets, *queries, "q");
-    run([&](kivi_cache* cache) {
-        return kivi_moments_accumulate(cache, layer, batch.get(), queries.get(), on);
+    run(staging, [&](kivi_cache* cache) {
+        return kivi_moments_accumulate(cache, layer, batch.get(), queries.get(), staging.stream());
     });
 }
 
 void Cache::moments_set(int32_t layer, py::object m, bool stored_basis, py::object stream) {
-    void* const on = stream_of(stream);
-    const Tensor moments("m", m, Access::read, on);
-    run([&](kivi_cache* cache) {
-        return kivi_moments_set(cache, layer, moments.get(), basis_flags(stored_basis), on);
+    Staging staging = staging_on(stream);
+    const Tensor moments("m", m, Access::read, staging);
+    run(staging, [&](kivi_cache* cache) {
+        return kivi_moments_set(cache, layer, moments.get(), basis_flags(stored_basis), staging.stream());
     });
 }
 

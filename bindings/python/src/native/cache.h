@@ -1,6 +1,5 @@
 // The Python face of one kivi_cache: turns arguments into C structs, releases the GIL, calls, raises.
 #pragma once
-#include <memory>
 #include <vector>
 
 #include <unistd.h>
@@ -18,25 +17,28 @@ void* stream_of(py::handle stream);
 // An array of the same library, dtype and device as `like`, filled with zeros.
 py::object zeros_like(py::handle like, const std::vector<int64_t>& shape);
 
-// Work memory of attend, one piece for each call that runs at the same time. A piece grows when a call
-// brings more rows or queries than any before, so a steady loop allocates nothing. Guarded by the GIL.
+// Work memory of attend on the cache's device, one piece for each call that runs at the same time, and for each stream,
+// which may still use it after the call. A piece grows when a call brings more rows or queries than any before, so a
+// steady loop allocates nothing. Guarded by the GIL.
 class Workspaces {
   public:
     struct Piece {
         int32_t rows = -1;
         int32_t max_count = -1;
         size_t bytes = 0;
-        std::unique_ptr<unsigned char[]> memory;
+        void* stream = nullptr;
+        DeviceMemory memory;
     };
 
     // Takes a piece for the time of one call and puts it back.
     class Lease {
       public:
-        Lease(Workspaces& owner, const kivi_cache* cache, int32_t rows, int32_t max_count);
+        Lease(Workspaces& owner, const kivi_cache* cache, int32_t device, int32_t device_id, void* stream,
+              int32_t rows, int32_t max_count);
         ~Lease();
         Lease(const Lease&) = delete;
         Lease& operator=(const Lease&) = delete;
-        void* memory() const { return piece_.memory.get(); }
+        void* memory() const { return piece_.memory.data(); }
         size_t bytes() const { return piece_.bytes; }
 
       private:
@@ -97,16 +99,21 @@ class Cache {
     // Runs one library call without the GIL; close() waits for none, it refuses while calls run.
     template <class Call>
     void run(Call&& call);
+    // Likewise, between the copies of host arrays to and from the cache's device.
+    template <class Call>
+    void run(Staging& staging, Call&& call);
+    Staging staging_on(py::handle stream);
     kivi_cache* handle() const;
     const kivi_layer& layer_shape(int32_t layer) const;
 
     kivi_cache* cache_ = nullptr;
     int running_ = 0;  // calls under way in other threads, guarded by the GIL
     const pid_t process_ = getpid();  // whose threads those are: the child of a fork has none of them
-    int32_t device_;
+    int32_t device_, device_id_;
     int32_t max_sequences_;
     std::vector<kivi_layer> layers_;
     Workspaces workspaces_;
+    Pieces pieces_;
 };
 
 }  // namespace kivi_python

@@ -180,7 +180,7 @@ learned_sinks: [q_heads] float32 logits added to the softmax's denominator.
 lse: out, float32 [rows, tokens, q_heads] or [tokens, q_heads]: natural log of the sum of exp(score),
     learned sinks left out.
 invariant: bits of the result do not depend on batch, threads or capacity; always so on the CPU.
-workspace: scratch memory of at least attend_workspace() bytes. None: the cache keeps its own (CPU only).
+workspace: scratch memory of at least attend_workspace() bytes, on the cache's device. None: the cache keeps its own.
 stream: a cudaStream_t as an integer for a cache on a GPU; None on the CPU.)")
         .def("attend_workspace", &Cache::attend_workspace, "layer"_a, "rows"_a, "max_count"_a, R"(
 Bytes that suffice for any attend on `layer` (-1: any layer) of at most `rows` rows with at most

@@ -422,6 +422,30 @@ extern "C" {
         struct_size: usize,
     ) -> kivi_status;
 }
+extern "C" {
+    #[doc = "```text\nMemory of a device, for callers who have no runtime of their own for it: programs with cudaMalloc need none of these\nthree. Not for the hot path. It begins at a multiple of 64 bytes, contents undefined; *memory is NULL after a\nfailure, and for 0 bytes.\n```"]
+    pub fn kivi_device_allocate(
+        device: i32,
+        device_id: i32,
+        bytes: usize,
+        memory: *mut *mut ::core::ffi::c_void,
+    ) -> kivi_status;
+}
+extern "C" {
+    #[doc = "```text\nGives memory of kivi_device_allocate back, of the same device; NULL is accepted. On CUDA waits for the device.\n```"]
+    pub fn kivi_device_free(device: i32, device_id: i32, memory: *mut ::core::ffi::c_void) -> kivi_status;
+}
+extern "C" {
+    #[doc = "```text\nCopies between host and device, or within either; the two stretches do not overlap. [COPY-1] Comes after what is\nqueued on the stream and is complete on return.\n```"]
+    pub fn kivi_device_copy(
+        device: i32,
+        device_id: i32,
+        to: *mut ::core::ffi::c_void,
+        from: *const ::core::ffi::c_void,
+        bytes: usize,
+        stream: kivi_stream,
+    ) -> kivi_status;
+}
 #[doc = "```text\nrefused\n```"]
 pub const KIVI_PATH_NONE: kivi_path = 0;
 pub const KIVI_PATH_REFERENCE: kivi_path = 1;

@@ -3,6 +3,8 @@
 use std::ffi::c_void;
 use std::ptr;
 
+use crate::buffer::{Buffer, DeviceMemory};
+use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::sys;
 use crate::tensor::{TensorMut, TensorRef};
@@ -22,7 +24,7 @@ pub struct Attend<'a> {
     soft_cap: f32,
     window_left: Option<i64>,
     fresh: Option<(&'a TensorRef<'a>, &'a TensorRef<'a>)>,
-    learned_sinks: Option<&'a [f32]>,
+    learned_sinks: Option<Logits<'a>>,
     lse: Option<&'a mut sys::kivi_tensor>,
     invariant: bool,
 }
@@ -60,7 +62,13 @@ impl<'a> Attend<'a> {
 
     /// One logit a query head, added to the softmax's denominator; not part of the LSE.
     pub fn learned_sinks(mut self, logits: &'a [f32]) -> Attend<'a> {
-        self.learned_sinks = Some(logits);
+        self.learned_sinks = Some(Logits::Host(logits));
+        self
+    }
+
+    /// Likewise, where the cache is on a GPU.
+    pub fn learned_sinks_in(mut self, logits: &'a Buffer<f32>) -> Attend<'a> {
+        self.learned_sinks = Some(Logits::Device(logits));
         self
     }
 
@@ -81,8 +89,8 @@ impl<'a> Attend<'a> {
     /// For queries `q`; the pointers in it live as long as `self` and what it borrows.
     #[inline]
     pub(crate) fn to_raw(&self, q: &TensorRef<'_>) -> Result<sys::kivi_attend_params> {
-        if let Some(logits) = self.learned_sinks {
-            check_learned_sinks(logits, q.shape())?;
+        if let Some(logits) = &self.learned_sinks {
+            check_learned_sinks(logits.len(), q.shape())?;
         }
         Ok(sys::kivi_attend_params {
             struct_size: size_of::<sys::kivi_attend_params>(),
@@ -91,7 +99,7 @@ impl<'a> Attend<'a> {
             window_left: self.window_left.unwrap_or(-1),
             k: self.fresh.map_or(ptr::null(), |(k, _)| k.as_raw()),
             v: self.fresh.map_or(ptr::null(), |(_, v)| v.as_raw()),
-            learned_sinks: self.learned_sinks.map_or(ptr::null(), <[f32]>::as_ptr),
+            learned_sinks: self.learned_sinks.as_ref().map_or(ptr::null(), Logits::as_ptr),
             lse: self.lse.as_deref().map_or(ptr::null(), |lse| lse as *const sys::kivi_tensor),
             flags: if self.invariant { u64::from(sys::KIVI_ATTEND_INVARIANT) } else { 0 },
             reserved: [ptr::null(); 4],
@@ -100,33 +108,56 @@ impl<'a> Attend<'a> {
 }
 
 /// The C API takes a bare pointer: as many logits as the tensor `[.., heads, dim]` has heads.
-pub(crate) fn check_learned_sinks(logits: &[f32], shape: &[i64]) -> Result<()> {
+pub(crate) fn check_learned_sinks(count: usize, shape: &[i64]) -> Result<()> {
     let heads = shape[shape.len() - 2];
-    if logits.len() as i64 == heads {
+    if count as i64 == heads {
         return Ok(());
     }
-    Err(Error::invalid(format!("{} learned sinks for {heads} query heads", logits.len())))
+    Err(Error::invalid(format!("{count} learned sinks for {heads} query heads")))
+}
+
+/// Where logits are.
+#[derive(Debug)]
+enum Logits<'a> {
+    Host(&'a [f32]),
+    Device(&'a Buffer<f32>),
+}
+
+impl Logits<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Logits::Host(logits) => logits.len(),
+            Logits::Device(logits) => logits.len(),
+        }
+    }
+
+    fn as_ptr(&self) -> *const f32 {
+        match self {
+            Logits::Host(logits) => logits.as_ptr(),
+            Logits::Device(logits) => logits.as_ptr(),
+        }
+    }
 }
 
 /// The memory that an attend works in, made by [`Cache::workspace`](crate::Cache::workspace). One serves any
 /// number of calls one after the other; calls that run together need one each.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct Workspace {
-    memory: Vec<u8>,
+    memory: DeviceMemory,
 }
 
 impl Workspace {
-    /// A workspace of a given size.
-    pub fn with_bytes(bytes: usize) -> Workspace {
-        Workspace { memory: vec![0; bytes] }
+    /// A workspace of a given size, on the device of the caches that it is for.
+    pub fn with_bytes(device: Device, device_id: i32, bytes: usize) -> Result<Workspace> {
+        Ok(Workspace { memory: DeviceMemory::new(device, device_id, bytes)? })
     }
 
     /// Its size.
     pub fn bytes(&self) -> usize {
-        self.memory.len()
+        self.memory.bytes()
     }
 
     pub(crate) fn as_mut_ptr(&mut self) -> *mut c_void {
-        self.memory.as_mut_ptr().cast()
+        self.memory.as_ptr()
     }
 }

@@ -6,6 +6,7 @@ use std::ptr::{self, NonNull};
 use crate::attend::{Attend, Workspace};
 use crate::batch::Batch;
 use crate::config::Config;
+use crate::device::Device;
 use crate::error::{check, Result};
 use crate::report::{Length, Memory, Statistics};
 use crate::sys;
@@ -37,6 +38,8 @@ impl Basis {
 #[derive(Debug)]
 pub struct Cache {
     raw: NonNull<sys::kivi_cache>,
+    device: Device,
+    device_id: i32,
 }
 
 // SAFETY: a cache has no tie to the thread that made it.
@@ -52,7 +55,8 @@ impl Drop for Cache {
     }
 }
 
-/// On the CPU the stream is NULL, and every call is complete on return.
+/// On the CPU the stream is NULL, and every call is complete on return. On a GPU NULL is the default stream, which has
+/// the calls in their order.
 pub(crate) const NO_STREAM: sys::kivi_stream = ptr::null_mut();
 
 /// The C API's number of a layer, or of all of them.
@@ -68,17 +72,17 @@ impl Cache {
         // SAFETY: the config lives during the call and is not kept.
         check(unsafe { config.with_raw(|config| sys::kivi_cache_create(config, &mut raw)) })?;
         // SAFETY: a handle after success, and nobody else has it.
-        unsafe { Cache::from_raw(raw) }
+        unsafe { Cache::from_raw(raw, config.device_kind(), config.device_id()) }
     }
 
     /// Takes over a handle of the C API.
     ///
     /// # Safety
-    /// `raw` is a live handle that nobody else uses or destroys from now on.
-    pub unsafe fn from_raw(raw: *mut sys::kivi_cache) -> Result<Cache> {
+    /// `raw` is a live handle, of a cache on this device, that nobody else uses or destroys from now on.
+    pub unsafe fn from_raw(raw: *mut sys::kivi_cache, device: Device, device_id: i32) -> Result<Cache> {
         check_library()?;
         let raw = NonNull::new(raw).ok_or_else(|| crate::Error::invalid("the handle is NULL"))?;
-        Ok(Cache { raw })
+        Ok(Cache { raw, device, device_id })
     }
 
     /// The handle for calls of the C API; the cache keeps it.
@@ -193,7 +197,7 @@ impl Cache {
         check(unsafe {
             sys::kivi_attend_workspace(self.shared(), layer_or_all(layer), rows, max_count, &mut bytes)
         })?;
-        Ok(Workspace::with_bytes(bytes))
+        Workspace::with_bytes(self.device, self.device_id, bytes)
     }
 
     /// Attention of the batch's queries over everything stored of their sequences, causal: the last query of

@@ -133,6 +133,18 @@ impl Config {
         self
     }
 
+    pub(crate) fn device_kind(&self) -> Device {
+        if self.raw.device == Device::Cuda as i32 {
+            Device::Cuda
+        } else {
+            Device::Cpu
+        }
+    }
+
+    pub(crate) fn device_id(&self) -> i32 {
+        self.raw.device_id
+    }
+
     /// All layers alike, this many of them.
     pub fn layer_count(mut self, layer_count: i32) -> Config {
         self.layers.clear();

@@ -4,8 +4,8 @@
 //!
 //! A [`Cache`] holds all layers of a model and many sequences. [`Cache::append`] stores keys and values,
 //! [`Cache::attend`] computes attention over all that is stored. Tensors are borrowed views ([`TensorRef`],
-//! [`TensorMut`]) over slices of the caller, which tokens of which sequence a call is about is said by a
-//! [`Batch`], how keys and values are stored by a [`Config`].
+//! [`TensorMut`]) over slices of the caller, or over a [`Buffer`] on the CPU or a GPU. Which tokens of which
+//! sequence a call is about is said by a [`Batch`], how keys and values are stored by a [`Config`].
 //!
 //! ```
 //! use kivi::{Attend, Batch, Cache, Config, Heads, TensorMut, TensorRef};
@@ -49,6 +49,7 @@
 mod attend;
 mod batch;
 mod blob;
+mod buffer;
 mod cache;
 mod config;
 mod device;
@@ -63,6 +64,7 @@ mod version;
 
 pub use attend::{Attend, Workspace};
 pub use batch::Batch;
+pub use buffer::Buffer;
 pub use cache::{Basis, Cache};
 pub use config::{presets, Config, Heads, Layer, Preset, Schedule, Windows};
 pub use device::{device_count, device_query, Device, DeviceInfo};

@@ -42,7 +42,7 @@ pub fn merge(
         .try_into()
         .map_err(|_| Error::invalid(format!("{} parts are too many to merge", outs.len())))?;
     if let Some(logits) = learned_sinks {
-        check_learned_sinks(logits, out.shape())?;
+        check_learned_sinks(logits.len(), out.shape())?;
     }
     // SAFETY: views are transparent over the C struct and cover memory that lives during the call; what is
     // written is borrowed alone; learned sinks are as many as out has heads.

@@ -5,6 +5,7 @@ use std::ffi::c_void;
 use std::fmt;
 use std::marker::PhantomData;
 
+use crate::buffer::DeviceMemory;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::sys;
@@ -126,7 +127,7 @@ impl<'a> TensorRef<'a> {
     /// ```
     #[inline]
     pub fn new<T: Element>(data: &'a [T], shape: &[usize]) -> Result<TensorRef<'a>> {
-        let raw = dense::<T>(data.as_ptr().cast_mut().cast(), data.len(), shape)?;
+        let raw = dense::<T>(data.as_ptr().cast_mut().cast(), data.len(), Device::Cpu, 0, shape)?;
         Ok(TensorRef { raw, memory: PhantomData })
     }
 
@@ -168,6 +169,16 @@ impl<'a> TensorRef<'a> {
         Ok(TensorRef { raw, memory: PhantomData })
     }
 
+    /// Over all elements of a buffer, `length` of them.
+    pub(crate) fn over_memory<T: Element>(
+        memory: &'a DeviceMemory,
+        length: usize,
+        shape: &[usize],
+    ) -> Result<TensorRef<'a>> {
+        let raw = dense::<T>(memory.as_ptr(), length, memory.device, memory.device_id, shape)?;
+        Ok(TensorRef { raw, memory: PhantomData })
+    }
+
     /// The sizes, outermost first.
     pub fn shape(&self) -> &[i64] {
         &self.raw.shape[..self.raw.rank as usize]
@@ -186,7 +197,7 @@ impl<'a> TensorMut<'a> {
     /// A view without gaps, the last size innermost. The slice must have as many elements as the shape.
     #[inline]
     pub fn new<T: Element>(data: &'a mut [T], shape: &[usize]) -> Result<TensorMut<'a>> {
-        let raw = dense::<T>(data.as_mut_ptr().cast(), data.len(), shape)?;
+        let raw = dense::<T>(data.as_mut_ptr().cast(), data.len(), Device::Cpu, 0, shape)?;
         Ok(TensorMut { raw, memory: PhantomData })
     }
 
@@ -216,6 +227,16 @@ impl<'a> TensorMut<'a> {
     ) -> Result<TensorMut<'a>> {
         let raw = fill(data, dtype, device, device_id, shape, strides)?;
         no_overlap(shape, strides)?;
+        Ok(TensorMut { raw, memory: PhantomData })
+    }
+
+    /// Over all elements of a buffer, `length` of them.
+    pub(crate) fn over_memory<T: Element>(
+        memory: &'a DeviceMemory,
+        length: usize,
+        shape: &[usize],
+    ) -> Result<TensorMut<'a>> {
+        let raw = dense::<T>(memory.as_ptr(), length, memory.device, memory.device_id, shape)?;
         Ok(TensorMut { raw, memory: PhantomData })
     }
 
@@ -257,10 +278,16 @@ fn write_view(f: &mut fmt::Formatter<'_>, name: &str, raw: &sys::kivi_tensor) ->
 /// Largest rank; the smallest is 2.
 const RANKS: usize = 4;
 
-/// A host view without gaps over all of `length` elements of type `T`.
+/// A view without gaps over all of `length` elements of type `T`.
 #[inline]
-fn dense<T: Element>(data: *mut c_void, length: usize, shape: &[usize]) -> Result<sys::kivi_tensor> {
-    let mut raw = blank(data, T::DTYPE, Device::Cpu, 0, shape.len())?;
+fn dense<T: Element>(
+    data: *mut c_void,
+    length: usize,
+    device: Device,
+    device_id: i32,
+    shape: &[usize],
+) -> Result<sys::kivi_tensor> {
+    let mut raw = blank(data, T::DTYPE, device, device_id, shape.len())?;
     let mut step = Some(1usize); // of an empty tensor too, all strides are positive
     for i in (0..shape.len()).rev() {
         raw.shape[i] = shape[i] as i64;

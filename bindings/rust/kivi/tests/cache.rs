@@ -5,7 +5,7 @@ mod support;
 use std::thread;
 
 use kivi::{
-    Attend, Basis, Batch, Cache, Config, Error, Layer, Spec, TensorMut, TensorRef, Windows, Workspace,
+    Attend, Basis, Batch, Cache, Config, Device, Error, Layer, Spec, TensorMut, TensorRef, Windows, Workspace,
 };
 use support::*;
 
@@ -93,10 +93,10 @@ fn caches_and_views_may_be_dropped_in_any_order() {
 fn a_raw_handle_comes_back() {
     let cache = std::mem::ManuallyDrop::new(Cache::new(&config("k3v2", HEADS, 1, 100)).unwrap());
     // SAFETY: the first owner never drops it.
-    let again = unsafe { Cache::from_raw(cache.as_raw()) }.unwrap();
+    let again = unsafe { Cache::from_raw(cache.as_raw(), Device::Cpu, 0) }.unwrap();
     assert_eq!(again.length(0, 0).unwrap().length, 0);
     // SAFETY: NULL is refused, not used.
-    assert!(unsafe { Cache::from_raw(std::ptr::null_mut()) }.is_err());
+    assert!(unsafe { Cache::from_raw(std::ptr::null_mut(), Device::Cpu, 0) }.is_err());
 }
 
 #[test]

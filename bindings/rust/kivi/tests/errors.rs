@@ -184,7 +184,7 @@ fn state_and_buffer_too_small() {
             &TensorRef::new(&q, &[1, 1, 6, 64]).unwrap(),
             &mut TensorMut::new(&mut out, &[1, 1, 6, 64]).unwrap(),
             Attend::new(),
-            &mut kivi::Workspace::with_bytes(0),
+            &mut kivi::Workspace::with_bytes(kivi::Device::Cpu, 0, 0).unwrap(),
         );
         assert_kind(outcome, ErrorKind::BufferTooSmall);
         assert!(out.iter().all(|&x| x == 5.0));
