@@ -7,6 +7,8 @@ readonly max_build_seconds=300 # of the library alone, from nothing, on two core
 readonly max_library_kib=4096  # stripped of symbols
 readonly max_cuda_build_seconds=600 # the library with CUDA code for one GPU architecture, likewise
 readonly max_cuda_library_kib=12288
+readonly max_release_build_seconds=1800 # with code for every architecture
+readonly max_release_library_kib=24576
 
 # count KIND FILE: counts from a runner's report (results.py).
 count() { python3 "$root/script/results.py" "$1" "$2" >>"$results"; }
@@ -72,6 +74,24 @@ suite_cuda() {
     cmake --build "$build/cuda" -j "$jobs" --target gpu gpu_error hot_path devices no_code decode pack nogpu_load abi_header_c abi_header_cpp \
         abi_layout_lock abi_old_client decode_loop_c
     ctest_in cuda -R '^(gpu|gpu_error|hot_path|devices|no_code|decode|pack|nogpu_.*|abi_.*|decode_loop_c)$'
+}
+
+# The library with code for every architecture of cmake/KiviCuda.cmake: the same names and needs, and it loads and works
+# where there is no driver.
+suite_release() {
+    "$root/script/bootstrap" --cuda
+    configure cuda-release -DKIVI_CUDA=ON
+    local start=$SECONDS
+    cmake --build "$build/cuda-release" -j "$jobs" --target kivi >"$logs/release-build.txt" 2>&1 || {
+        cat "$logs/release-build.txt"
+        return 1
+    }
+    within "compile of libkivi with CUDA for every GPU" $((SECONDS - start)) $max_release_build_seconds s
+    strip -o "$build/cuda-release/stripped" "$build/cuda-release/core/libkivi.so"
+    within "size of libkivi.so with CUDA for every GPU" \
+        $(($(stat -c %s "$build/cuda-release/stripped") / 1024)) $max_release_library_kib KiB
+    cmake --build "$build/cuda-release" -j "$jobs" --target nogpu_load conformance property abi_layout_lock abi_old_client
+    ctest_in cuda-release -R '^(nogpu_.*|abi_.*|conformance_cpu|property_cpu)$' -E 'abi_header|abi_marks|abi_bindings'
 }
 
 # Every suite of tests/ and the examples, by CMake's own runner.

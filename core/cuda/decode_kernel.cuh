@@ -22,12 +22,13 @@
 #include "cuda/decode_shared.cuh"
 #include "cuda/decode_softmax.cuh"
 #include "cuda/decode_windows.cuh"
+#include "cuda/fragment_order.h"
 
 namespace kivi::cuda::fast {
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_constant__ DecodeArgs p) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(__CUDA_ARCH__) && KIVI_FRAGMENT_KERNELS
     extern __shared__ __align__(128) uint8_t raw_shared[];
     SharedStorage<C>& shared = *reinterpret_cast<SharedStorage<C>*>(raw_shared);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;

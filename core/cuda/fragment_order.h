@@ -25,6 +25,14 @@
 #include "format/layout.h"
 #include "format/quantize.h"
 
+// Kernels for layers in this order are for GPUs with bulk copies and 227 KB of shared memory a block, from 9.0 to below
+// 12.0 (kFirstCapability in decode.cu): elsewhere nothing is in this order, and their bodies are left out.
+#if !defined(__CUDA_ARCH__)
+#define KIVI_FRAGMENT_KERNELS 1
+#else
+#define KIVI_FRAGMENT_KERNELS (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
+#endif
+
 namespace kivi::cuda {
 
 constexpr int kBlockTokens = 32;

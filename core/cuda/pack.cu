@@ -118,6 +118,7 @@ __device__ __noinline__ void write_windows(const WriteArgs& args, const TensorSt
 // another kernel packs them.
 template <class C>
 __global__ void __launch_bounds__(kPackThreads, 4) pack_kernel(const __grid_constant__ WriteArgs args, bool key_pages) {
+#if KIVI_FRAGMENT_KERNELS
     extern __shared__ float4 memory[];
     __shared__ Work work;
     const int head = blockIdx.x;
@@ -150,11 +151,13 @@ __global__ void __launch_bounds__(kPackThreads, 4) pack_kernel(const __grid_cons
     }
     __syncthreads();
     arrive(args, work, gridDim.x * gridDim.y);
+#endif
 }
 
 // Pages of keys with query-aware rounding; pack_kernel does the rest. Grid: x heads, y pages, z rows of the batch.
 template <int BITS, int DIM>
 __global__ void __launch_bounds__(kPackThreads, 2) pack_aware_kernel(const __grid_constant__ WriteArgs args) {
+#if KIVI_FRAGMENT_KERNELS
     extern __shared__ float4 memory[];
     __shared__ Work work;
     auto& shared = *reinterpret_cast<AwareShared<DIM>*>(memory);
@@ -170,6 +173,7 @@ __global__ void __launch_bounds__(kPackThreads, 2) pack_aware_kernel(const __gri
         shared, store.spec(), source_of(args.k, work, head, sink + slot), static_cast<int>(max(begin - slot, int64_t{0})),
         static_cast<int>(min(end - slot, int64_t{kPageTokens})), store.page(args.layer.block(work.row.sequence, page), head));
     if (lane() == 0 && clamped_rows > 0) atomicAdd(args.layer.saturated, static_cast<unsigned long long>(clamped_rows));
+#endif
 }
 
 // What a kernel is compiled for.

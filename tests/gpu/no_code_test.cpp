@@ -25,6 +25,10 @@ TEST_CASE("no cache can be made, and each call says why") {
     CHECK(kivi_cache_create(&config, &cache) == KIVI_ERROR_UNSUPPORTED);
     CHECK(cache == nullptr);
     CHECK(std::string(kivi_last_error()).find("CUDA device 0: this build has code for sm_") == 0);
+    kivi_support support{};
+    KIVI_OK_(kivi_query_support(&config, 0, &support, sizeof support));
+    CHECK(support.supported == 0);
+    CHECK(std::string(support.reason) == info.reason);
     config.device = KIVI_CPU;
     KIVI_OK_(kivi_cache_create(&config, &cache));
     kivi_cache_destroy(cache);
