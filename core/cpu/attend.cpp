@@ -2,15 +2,18 @@
 // with the kernels of kernels.h, and merges the parts of long sequences.
 //
 //   item    one row of the batch, one KV head, up to eight query rows, one split of the sequence
-//   split   16 pages; the sink window belongs to the first, tail and fresh tokens to the last. Splits depend on the
-//           length alone and are merged in their order, so results do not depend on batch, threads or page numbers
+//   split   16 pages or, of long sequences, 32; the sink window belongs to the first, tail and fresh tokens to the
+//           last. Splits depend on the length alone and are merged in their order, so results do not depend on batch,
+//           threads or page numbers
 //   visit   up to 128 tokens whose keys and whose values each stand in one place, seen alike by all query rows
 #include "cpu/attend.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <new>
 
 #include "cpu/dequantize.h"
 #include "cpu/kernels.h"
@@ -20,14 +23,17 @@
 namespace kivi::cpu {
 namespace {
 
-constexpr int kPagesASplit = 16;
+constexpr int64_t kSplitTokens = 16 * kPageTokens;
+constexpr int64_t kLongSplitTokens = 32 * kPageTokens;  // starting a split costs the time of half a page
+constexpr int64_t kLongTokens = 64 * kPageTokens;       // packed; from here on splits are long
 constexpr int kSplitQueries = 4;  // rows with more queries than this have work enough without splits
 constexpr int kTileTokens = 32;   // rows decoded at a time on the general path
-constexpr int kMaxVisits = 24;    // planned ahead, for the prefetcher
+constexpr int kMaxVisits = 40;    // planned ahead, for the prefetcher: a long split, its windows and borders
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.44269504f;
 constexpr float kLn2 = 0.69314718f;
 
+int64_t split_tokens(int64_t packed) { return packed < kLongTokens ? kSplitTokens : kLongSplitTokens; }
 int padded(int dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -67,8 +73,10 @@ struct Plan {
     int mins = 0;             // offsets in an accumulator: sums of p * min, sums over fresh values
     int fresh = 0;
     int acc_size = 0;
+    int part_floats = 0;      // a part of a query row, kept until all of its splits are there: max, sum, sums
 
-    Plan(const LayerStore& store, const Kernels& table)
+    // `fresh_values`: calls bring values of their own, which are summed apart.
+    Plan(const LayerStore& store, const Kernels& table, bool fresh_values)
         : layer(store),
           kernels(table),
           read_keys(reader(store.key)),
@@ -80,7 +88,8 @@ struct Plan {
         if (read_values == Reader::packed) values = packed_part(store.value);
         mins = value_dim;
         fresh = mins + values.groups * kLanes;
-        acc_size = fresh + value_dim;
+        acc_size = fresh + (fresh_values ? value_dim : 0);
+        part_floats = kLanes + (fresh_values ? 2 : 1) * value_dim;
     }
 
     static Reader reader(const TensorStore& store) {
@@ -102,13 +111,15 @@ struct Plan {
 
     int64_t splits(const Row& row) const {
         if (row.count > kSplitQueries) return 1;
+        const int64_t tokens = packed_tokens(row);
+        return std::max<int64_t>(1, ceil_div(tokens, split_tokens(tokens)));
+    }
+    int64_t packed_tokens(const Row& row) const {
         const int64_t border = std::max(row.after.key_border, row.after.value_border);
-        const int64_t packed = std::max<int64_t>(0, border - layer.key.windows.sink);
-        return std::max<int64_t>(1, ceil_div(packed, kPagesASplit * kPageTokens));
+        return std::max<int64_t>(0, border - layer.key.windows.sink);
     }
     int64_t blocks(const Row& row) const { return ceil_div(row.count * ratio, kBlockRows); }
-    // A part of a query row, kept until all of its splits are there: max, sum, stored sums, fresh sums.
-    int64_t part_floats() const { return kLanes + 2 * value_dim; }
+    int64_t most_split_blocks() const { return ceil_div(kSplitQueries * ratio, kBlockRows); }
 };
 
 // ---- workspace ----
@@ -163,6 +174,7 @@ struct Workspace {
     RowWork* rows;
     uint8_t* scratch;  // [threads][scratch_bytes]
     size_t scratch_bytes;
+    std::atomic<int32_t>* arrived;  // [row][KV head][most_split_blocks]: splits that are there
     float* parts;
 
     Workspace(const Plan& plan, int threads, int32_t row_count, int64_t part_count, Carver& carver) {
@@ -171,7 +183,8 @@ struct Workspace {
         scratch_bytes = one.used();
         rows = carver.take<RowWork>(row_count);
         scratch = carver.take<uint8_t>(static_cast<int64_t>(threads * scratch_bytes));
-        parts = carver.take<float>(part_count * plan.part_floats());
+        arrived = carver.take<std::atomic<int32_t>>(row_count * plan.layer.shape.kv_heads * plan.most_split_blocks());
+        parts = carver.take<float>(part_count * plan.part_floats);
     }
 
     Scratch of_thread(const Plan& plan, int thread) const {
@@ -214,10 +227,9 @@ class Item {
 
     // Positions of split `split` of `splits` that any of the rows sees.
     void run(int64_t split, int64_t splits) {
-        constexpr int64_t kSplitTokens = kPagesASplit * kPageTokens;
-        const int64_t sink = plan_.layer.key.windows.sink;
-        int64_t begin = split == 0 ? 0 : sink + split * kSplitTokens;
-        int64_t end = split + 1 == splits ? std::numeric_limits<int64_t>::max() : sink + (split + 1) * kSplitTokens;
+        const int64_t sink = plan_.layer.key.windows.sink, step = split_tokens(plan_.packed_tokens(row_));
+        int64_t begin = split == 0 ? 0 : sink + split * step;
+        int64_t end = split + 1 == splits ? std::numeric_limits<int64_t>::max() : sink + (split + 1) * step;
         begin = std::max(begin, *std::min_element(from_, from_ + rows_));
         end = std::min(end, *std::max_element(last_, last_ + rows_) + 1);
         if (begin >= end) return;
@@ -230,7 +242,7 @@ class Item {
         }
     }
 
-    // Sums in the stored basis, mins included, and those of fresh values, as one part (Plan::part_floats).
+    // Sums in the stored basis, mins included, and those of fresh values, if any, as one part (Plan::part_floats).
     void store_part(int r, float* part) const {
         part[0] = max_[r];
         part[1] = sum_[r];
@@ -238,13 +250,15 @@ class Item {
         const float* acc = acc_[r];
         std::memcpy(sums, acc, sizeof(float) * plan_.value_dim);
         for (int g = 0; g < plan_.values.groups; ++g) {
-            const float* lanes = acc + plan_.mins + g * kLanes;
-            float total = 0;
-            for (int i = 0; i < kLanes; ++i) total += lanes[i];
+            float lanes[kLanes];
+            std::memcpy(lanes, acc + plan_.mins + g * kLanes, sizeof lanes);
+            for (int half = kLanes / 2; half > 0; half /= 2) {
+                for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+            }
             const int stop = std::min(plan_.value_dim, (g + 1) * plan_.values.group);
-            for (int c = g * plan_.values.group; c < stop; ++c) sums[c] += total;
+            for (int c = g * plan_.values.group; c < stop; ++c) sums[c] += lanes[0];
         }
-        std::memcpy(sums + plan_.value_dim, acc + plan_.fresh, sizeof(float) * plan_.value_dim);
+        std::memcpy(sums + plan_.value_dim, acc + plan_.fresh, sizeof(float) * (plan_.acc_size - plan_.fresh));
     }
 
     int rows() const { return rows_; }
@@ -276,8 +290,9 @@ class Item {
             Visit& visit = visits[count++];
             visit.begin = begin;
             visit.end = visit_end(begin, end);
-            visit.key = place(plan_.layer.key, call_.k, plan_.read_keys, begin, visit.end - begin, ranges);
-            visit.value = place(plan_.layer.value, call_.v, plan_.read_values, begin, visit.end - begin, ranges);
+            const int64_t tokens = visit.end - begin;
+            place(plan_.layer.key, call_.k, plan_.read_keys, begin, tokens, visit.key, ranges);
+            place(plan_.layer.value, call_.v, plan_.read_values, begin, tokens, visit.value, ranges);
             begin = visit.end;
         }
         ahead_.start(ranges_, ranges);
@@ -308,41 +323,40 @@ class Item {
         return end;
     }
 
-    Place place(const TensorStore& store, const View& fresh, Reader packed, int64_t position, int64_t tokens,
-                int& ranges) {
-        Place place;
-        place.run.dtype = store.window_dtype;
-        place.run.dim = store.dim;
-        place.run.stride = store.row_bytes();
-        if (position >= row_.after.length) {
-            place.fresh = true;
-            const int64_t element = static_cast<int64_t>(dtype_bytes(fresh.dtype));
-            place.run.dtype = fresh.dtype;
-            place.run.stride = fresh.token_stride * element;
-            place.run.data = static_cast<const uint8_t*>(fresh.data) +
-                             (origin(fresh, row_) + head_ * fresh.head_stride) * element +
-                             (position - row_.after.length) * place.run.stride;
-        } else if (position < store.windows.sink) {
-            place.run.data = store.sink_row(row_.sequence, head_, position);
-        } else if (position >= tail_begin(store.windows, row_.after, store.part)) {
-            place.run.data = store.tail_row(row_.sequence, head_, store.tail_slot(position));
-        } else {
-            const int64_t slot = position - store.windows.sink;
+    // Written where it is kept: a copy would wait for its own stores.
+    void place(const TensorStore& store, const View& fresh, Reader packed, int64_t position, int64_t tokens,
+               Place& place, int& ranges) {
+        place.fresh = position >= row_.after.length;
+        place.part = nullptr;
+        const int64_t slot = position - store.windows.sink;
+        if (!place.fresh && slot >= 0 && position < tail_begin(store.windows, row_.after, store.part)) {
             const uint8_t* part = store.page(row_.blocks[slot / kPageTokens], head_);
             place.token = static_cast<int>(slot % kPageTokens);
+            place.reader = packed;
             if (packed != Reader::rows) {
-                place.reader = packed;
                 place.part = part;
                 const int64_t bytes = store.part == Part::key ? plan_.layer.value.part_offset
                                                               : store.page_bytes - store.part_offset;
                 ranges_[ranges++] = {part, bytes * tokens / kPageTokens};
-                return place;
+                return;
             }
-            place.run.data = part + place.token * place.run.stride;
+            place.run = {part + place.token * store.row_bytes(), store.row_bytes(), store.window_dtype, store.dim};
+        } else {
+            place.token = 0;
+            place.reader = store.dim % kLanes == 0 ? Reader::rows : Reader::decoded;
+            if (place.fresh) {
+                const int64_t element = static_cast<int64_t>(dtype_bytes(fresh.dtype));
+                const int64_t first = origin(fresh, row_) + head_ * fresh.head_stride;
+                const int64_t token = position - row_.after.length;
+                place.run = {static_cast<const uint8_t*>(fresh.data) + (first + token * fresh.token_stride) * element,
+                             fresh.token_stride * element, fresh.dtype, store.dim};
+                return;
+            }
+            const uint8_t* row = slot < 0 ? store.sink_row(row_.sequence, head_, position)
+                                          : store.tail_row(row_.sequence, head_, store.tail_slot(position));
+            place.run = {row, store.row_bytes(), store.window_dtype, store.dim};
         }
-        if (!place.fresh) ranges_[ranges++] = {place.run.data, tokens * place.run.stride};
-        if (place.run.dim % kLanes != 0) place.reader = Reader::decoded;
-        return place;
+        ranges_[ranges++] = {place.run.data, tokens * place.run.stride};
     }
 
     // Query rows that see the same positions of the visit go through the kernels together.
@@ -497,8 +511,9 @@ int32_t row_of_item(const RowWork* rows, int32_t count, int64_t item) {
 size_t attend_workspace(const LayerStore& layer, int64_t max_tokens, int threads, int32_t rows, int32_t max_count) {
     const Kernels* table = kernels();
     if (table == nullptr) return 0;
-    const Plan plan(layer, *table);
-    const int64_t splits = ceil_div(max_tokens, kPagesASplit * kPageTokens);
+    const Plan plan(layer, *table, true);
+    const int64_t splits = std::max(ceil_div(std::min(max_tokens, kLongTokens), kSplitTokens),
+                                    ceil_div(max_tokens, kLongSplitTokens));
     const int64_t queries = static_cast<int64_t>(std::min(max_count, kSplitQueries)) * layer.shape.q_heads;
     Carver carver(nullptr);
     Workspace(plan, threads, rows, splits > 1 ? rows * queries * splits : 0, carver);
@@ -508,7 +523,7 @@ size_t attend_workspace(const LayerStore& layer, int64_t max_tokens, int threads
 void fast_attend(const LayerStore& layer, const AttendCall& call, ThreadPool& pool) {
     const Kernels* table = kernels();
     if (table == nullptr) return reference_attend(layer, call, pool);
-    const Plan plan(layer, *table);
+    const Plan plan(layer, *table, static_cast<bool>(call.v));
     const int heads = layer.shape.kv_heads;
     const int32_t rows = call.rows.size;
     Carver carver(call.workspace);
@@ -519,45 +534,41 @@ void fast_attend(const LayerStore& layer, const AttendCall& call, ThreadPool& po
         const RowWork work{items, parts, plan.blocks(row), plan.splits(row)};
         workspace.rows[r] = work;
         items += heads * work.blocks * work.splits;
-        if (work.splits > 1) parts += row.count * layer.shape.q_heads * work.splits;
+        if (work.splits == 1) continue;
+        parts += row.count * layer.shape.q_heads * work.splits;
+        std::atomic<int32_t>* arrived = workspace.arrived + r * heads * plan.most_split_blocks();
+        for (int64_t i = 0; i < heads * plan.most_split_blocks(); ++i) new (arrived + i) std::atomic<int32_t>(0);
     }
 
-    const auto part_of = [&](int32_t r, int head, int64_t query) {
-        const RowWork& work = workspace.rows[r];
-        const int64_t queries = call.rows.data[r].count * plan.ratio;
-        return workspace.parts + (work.first_part + (head * queries + query) * work.splits) * plan.part_floats();
-    };
     pool.parallel(items, [&](int64_t number, int thread) {
         const int32_t r = row_of_item(workspace.rows, rows, number);
         const Row& row = call.rows.data[r];
         const RowWork& work = workspace.rows[r];
-        const int64_t in_row = number - work.first_item;
+        const int64_t in_row = number - work.first_item, split = in_row % work.splits;
+        const int64_t block = in_row / work.splits % work.blocks, first = block * kBlockRows;
         const int head = static_cast<int>(in_row / work.splits / work.blocks);
-        const int64_t first = in_row / work.splits % work.blocks * kBlockRows, split = in_row % work.splits;
         const Scratch scratch = workspace.of_thread(plan, thread);
         Item item(plan, call, row, head, first, scratch);
         item.run(split, work.splits);
-        for (int i = 0; i < item.rows(); ++i) {
-            if (work.splits > 1) {
-                item.store_part(i, part_of(r, head, first + i) + split * plan.part_floats());
-                continue;
-            }
+        if (work.splits == 1) {
             float* part = scratch.tile;  // free again, and large enough for one part
-            item.store_part(i, part);
-            finish(plan, call, row, head, first + i, part);
+            for (int i = 0; i < item.rows(); ++i) {
+                item.store_part(i, part);
+                finish(plan, call, row, head, first + i, part);
+            }
+            return;
         }
-    });
-    if (parts == 0) return;
-    pool.parallel(static_cast<int64_t>(rows) * heads, [&](int64_t number, int) {
-        const int32_t r = static_cast<int32_t>(number / heads);
-        const int head = static_cast<int>(number % heads);
-        const Row& row = call.rows.data[r];
-        const int64_t splits = workspace.rows[r].splits;
-        if (splits == 1) return;
-        for (int64_t query = 0; query < row.count * plan.ratio; ++query) {
-            float* part = part_of(r, head, query);
-            merge_splits(part, splits, plan.part_floats());
-            finish(plan, call, row, head, query, part);
+        const auto parts_of = [&](int i) {
+            const int64_t query = head * row.count * plan.ratio + first + i;
+            return workspace.parts + (work.first_part + query * work.splits) * plan.part_floats;
+        };
+        for (int i = 0; i < item.rows(); ++i) item.store_part(i, parts_of(i) + split * plan.part_floats);
+        // Whoever brings the last split merges them all.
+        auto& arrived = workspace.arrived[(r * heads + head) * plan.most_split_blocks() + block];
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 < work.splits) return;
+        for (int i = 0; i < item.rows(); ++i) {
+            merge_splits(parts_of(i), work.splits, plan.part_floats);
+            finish(plan, call, row, head, first + i, parts_of(i));
         }
     });
 }

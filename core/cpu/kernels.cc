@@ -43,21 +43,19 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace kivi::cpu {
 
-namespace {
-// Cache lines that the cursors are ahead: 8 KiB, a quarter of the smallest first-level cache, beside operands and
-// scores; and 24 KiB, two pages of 2-bit codes, which the second level holds with ease and which outlast the latency
-// of a busy memory. Half or twice as much of either changes nothing measurable (T 4096, cold); 32 and 64 lines make
-// `kivi2-sink` and `k3v2` slower by 30 %, no lines at all by 80 %.
-constexpr int kNearLines = 128;
-constexpr int kFarLines = 384;
-}  // namespace
-
 void Ahead::start(const Range* ranges, int count) {
     ranges_ = ranges;
     count_ = count;
     near_ = far_ = Cursor();
-    for (int i = 0; i < kNearLines; ++i) near_.fetch<3>(*this, 1);
-    for (int i = 0; i < kFarLines; ++i) far_.fetch<2>(*this, 1);
+    for (int i = 0; i < kFirstLines; ++i) near_.fetch<3>(*this, 1);
+    far_ = near_;
+    behind_ = kCatchUpLines;
+}
+
+void Ahead::catch_up(int lines) {
+    near_.fetch<3>(*this, lines);
+    far_.fetch<2>(*this, 4 * lines);
+    behind_ -= lines;
 }
 
 const Kernels* kernels() { return simd::choose(KIVI_SIMD_TARGETS(TableOf))(); }

@@ -210,7 +210,6 @@ HWY_INLINE void FoldKeys(const PackedPart& keys, int group, const float* HWY_RES
     HWY_UNROLL(4) for (int r = 0; r < 4; ++r) sums[r] = hn::Zero(d);
     const auto fold = [&](int c, bool both) HWY_ATTR {
         const int c1 = both ? c + N : c;  // of a half block, the upper vector repeats the lower one and is not used
-        if (lead) ahead.step(N / 8 > 0 ? N / 8 : 1);
         const VF scale0 = LoadHalfs(KeyParams(keys, keys.scales, group, c));
         const VF scale1 = LoadHalfs(KeyParams(keys, keys.scales, group, c1));
         const VF min0 = LoadHalfs(KeyParams(keys, keys.mins, group, c));
@@ -224,6 +223,7 @@ HWY_INLINE void FoldKeys(const PackedPart& keys, int group, const float* HWY_RES
                        operand + r * kKeyPairs + c / 2);
         }
     };
+    if (lead) ahead.step(keys.dim / 16);
     int c = 0;
     for (; c + 2 * N <= keys.dim; c += 2 * N) fold(c, true);
     if (c < keys.dim) fold(c, false);
@@ -343,22 +343,30 @@ void ScorePacked(const PackedPart& keys, int begin, int end, const float* q, int
 
 // ---- values ----
 
-// Scales and mins of one value group as fp32, [2][kPageTokens]; 0 for tokens outside begin .. end - 1, whose bytes
-// may be anything.
-HWY_INLINE void LoadValueParams(const PackedPart& values, int g, int begin, int end, int from, int to,
+// Scales and mins of values as fp32, [groups][2][kPageTokens]; 0 for tokens outside begin .. end - 1, whose bytes may
+// be anything.
+HWY_INLINE void LoadValueParams(const PackedPart& values, int begin, int end, int from, int to,
                                 float* HWY_RESTRICT params, Ahead& ahead) {
     const DF d;
-    float* min = params + kPageTokens;
+    const uint8_t* at = values.data + values.scales + static_cast<int64_t>(from / kTile) * values.groups * kTile * 2;
+    const int64_t mins = values.mins - values.scales;
     for (int t = from; t < to; t += kTile) {
-        ahead.step(1);
-        const uint8_t* at = values.data + (static_cast<int64_t>(t / kTile) * values.groups + g) * kTile * 2;
-        for (int i = 0; i < kTile; i += N) {
-            hn::StoreU(LoadHalfs(at + values.scales + 2 * i), d, params + t + i);
-            hn::StoreU(LoadHalfs(at + values.mins + 2 * i), d, min + t + i);
+        ahead.step(values.groups);
+        float* to_scale = params + t;
+        for (int g = 0; g < values.groups; ++g, at += kTile * 2, to_scale += 2 * kPageTokens) {
+            for (int i = 0; i < kTile; i += N) {
+                hn::StoreU(LoadHalfs(at + 2 * i), d, to_scale + i);
+                hn::StoreU(LoadHalfs(at + mins + 2 * i), d, to_scale + kPageTokens + i);
+            }
         }
     }
-    for (int t = from; t < begin; ++t) params[t] = min[t] = 0;
-    for (int t = end; t < to; ++t) params[t] = min[t] = 0;
+    if (begin == from && end == to) return;
+    for (int g = 0; g < values.groups; ++g) {
+        float* scale = params + g * 2 * kPageTokens;
+        float* min = scale + kPageTokens;
+        for (int t = from; t < begin; ++t) scale[t] = min[t] = 0;
+        for (int t = end; t < to; ++t) scale[t] = min[t] = 0;
+    }
 }
 
 // Largest p * scale of R query rows in one group; p * min joins the running sums.
@@ -458,7 +466,7 @@ void MixPacked(const PackedPart& values, int begin, int end, const float* p, int
     float tops[kMaxDim / 32][kBlockRows];
     const auto params = [&](int g) { return scratch.values + g * 2 * kPageTokens; };
     const auto operand = [&](int g, int r) { return scratch.operand + (g * kBlockRows + r) * kValuePairs; };
-    for (int g = 0; g < values.groups; ++g) LoadValueParams(values, g, begin, end, from, to, params(g), ahead);
+    LoadValueParams(values, begin, end, from, to, scratch.values, ahead);
     ForRowBlocks(rows, [&](int r, auto block) HWY_ATTR {
         const float* pr = p + r * kPageTokens;
         for (int g = 0; g < values.groups; ++g) {
