@@ -300,10 +300,17 @@ size_t shared_floats(const Layer& layer, int queries) {
     return static_cast<size_t>(queries) * (key + 2 * value + kTile + 2) + static_cast<size_t>(kTile) * (widest + 1);
 }
 
+// Blocks that a multiprocessor must be able to hold; 0: the compiler's choice of 3, for whose sake three kernels spill 12
+// to 100 bytes. Without spills, and with 2 blocks, they take a quarter longer (bench/results/gpu-h200-core.md).
+constexpr int resident_blocks(int queries, int stripe_count) {
+    if (queries == 4 && stripe_count == 1) return 4;
+    return stripe_count == 4 ? 2 : 0;
+}
+
 // Grid: x = part + parts * tile, y = KV head, z = row. QUERIES a block; thread c owns
 // channels c, c + 128, ... of the result.
 template <int QUERIES, int STRIPES>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, resident_blocks(QUERIES, STRIPES))
 attend_kernel(const __grid_constant__ AttendArgs args, const __grid_constant__ Shape shape) {
     constexpr int kWarpQueries = QUERIES / kWarps;
     extern __shared__ float4 memory[];
