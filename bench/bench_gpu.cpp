@@ -2,9 +2,11 @@
 // medians of its replays, beside the copy bandwidth of the same run. One JSON object a line, as the CPU's benchmarks.
 //   bench_gpu [--quick] [GROUP...]  all groups, or these:
 //     presets   every preset at every shape, windows included; --quick: two shapes
-//     specs     the specs of the fast kernel, windows empty or beside the context; --quick: batch 8, 32K
+//     specs     the specs of the fast kernel, windows empty or beside the context, and what KIVI_ATTEND_INVARIANT costs;
+//               --quick: batch 8, 32K
 //     sweep     k3v2 and kivi2-sink over batch, context and heads, where fp16 caches of the shape fit; --quick: some
 //     prompts   packing prompts of one sequence with 8 KV heads, a layer; --quick: some
+//     steps     appending one token to each sequence, flushes included, a layer
 //   bench_gpu --spec NAME [SHAPE]   one of the specs at every shape, or at the one of that number
 #include <cuda_runtime.h>
 
@@ -59,6 +61,7 @@ struct Storage {
     int sink = 0, recent = 0, flush = 32, schedule = KIVI_SCHEDULE_ROLLING;
     bool beside = false;  // windows stand beside the context, not in it
     int dim = 128, query_tokens = 1;
+    uint64_t flags = 0;  // of attend
 };
 
 Storage storage_of(const Case& c) {
@@ -277,13 +280,16 @@ void measure_attend(const Bench& bench, const Storage& s, Shape shape) {
     const DeviceArray workspace(workspace_bytes);
     const kivi_tensor q = tensor(queries.data(), {shape.batch, s.query_tokens, shape.q_heads, s.dim}, false);
     const kivi_tensor to = tensor(out.data(), {shape.batch, s.query_tokens, shape.q_heads, s.dim}, false);
+    kivi_attend_params params;
+    ok(kivi_attend_params_init(&params, sizeof params), "params");
+    params.flags = s.flags;
     ok(cudaDeviceSynchronize(), "append");
     const int attends = std::max(kAttends, cache.layers());
     cudaGraph_t graph;
     cudaGraphExec_t replay;
     ok(cudaStreamBeginCapture(bench.stream, cudaStreamCaptureModeGlobal), "capture");
     for (int i = 0; i < attends; ++i) {
-        ok(kivi_attend(cache, i % cache.layers(), &batch, &q, &to, nullptr, workspace.data(), workspace_bytes, bench.stream), "attend");
+        ok(kivi_attend(cache, i % cache.layers(), &batch, &q, &to, &params, workspace.data(), workspace_bytes, bench.stream), "attend");
     }
     ok(cudaStreamEndCapture(bench.stream, &graph), "capture");
     ok(cudaGraphInstantiate(&replay, graph, 0), "graph");
@@ -350,6 +356,44 @@ void run_specs(const Bench& bench, bool quick) {
             if (!quick || (shape.batch == 8 && shape.kv_heads == 8)) measure_attend(bench, storage_of(c), shape);
         }
     }
+    Storage invariant = storage_of(kCases[0]);
+    invariant.name += " invariant";
+    invariant.flags = KIVI_ATTEND_INVARIANT;
+    for (const Shape& shape : kShapes) {
+        if (!quick || (shape.batch == 8 && shape.kv_heads == 8)) measure_attend(bench, invariant, shape);
+    }
+}
+
+// Replays of a graph of 128 appends, in which every tail is flushed as often as it must.
+void measure_step(const Bench& bench, const Storage& s, int batch_size) {
+    constexpr int kSteps = 128, kHeads = 8;
+    const Cache cache(s, 4 * kHeads, kHeads, batch_size, kSteps * (kReplays + 4), 1);
+    for (int32_t id = 0; id < batch_size; ++id) {
+        ok(kivi_sequence_reserve(cache, id, kSteps * (kReplays + 4), bench.stream), "reserve");
+    }
+    const int64_t count = int64_t{1} * batch_size * kHeads * s.dim;
+    const DeviceArray tokens(2 * count);
+    fill(tokens.data(), count);
+    const kivi_batch batch = batch_of(batch_size, 1);
+    const kivi_tensor input = tensor(tokens.data(), {batch_size, 1, kHeads, s.dim}, false);
+    cudaGraph_t graph;
+    cudaGraphExec_t replay;
+    ok(cudaStreamBeginCapture(bench.stream, cudaStreamCaptureModeGlobal), "capture");
+    for (int step = 0; step < kSteps; ++step) ok(kivi_append(cache, 0, &batch, &input, &input, bench.stream), "append");
+    ok(cudaStreamEndCapture(bench.stream, &graph), "capture");
+    ok(cudaGraphInstantiate(&replay, graph, 0), "graph");
+    const double us = median_us(bench.stream, [] {}, [&] { ok(cudaGraphLaunch(replay, bench.stream), "launch"); }) / kSteps;
+    print_line(bench, "step", s, {batch_size, 4 * kHeads, kHeads, 1}, us, 4.0 * count, cache.path());
+    ok(cudaGraphExecDestroy(replay), "graph");
+    ok(cudaGraphDestroy(graph), "graph");
+}
+
+void run_steps(const Bench& bench, bool quick) {
+    for (const Storage& s : presets()) {
+        for (int batch_size : {1, 8, 64}) {
+            if (!quick || batch_size == 8) measure_step(bench, s, batch_size);
+        }
+    }
 }
 
 void run_sweep(const Bench& bench, bool quick) {
@@ -380,7 +424,8 @@ struct Group {
     const char* name;
     void (*run)(const Bench&, bool quick);
 };
-const Group kGroups[] = {{"presets", run_presets}, {"specs", run_specs}, {"sweep", run_sweep}, {"prompts", run_prompts}};
+const Group kGroups[] = {{"presets", run_presets}, {"specs", run_specs}, {"sweep", run_sweep}, {"prompts", run_prompts},
+                         {"steps", run_steps}};
 
 }  // namespace
 
@@ -407,7 +452,7 @@ int main(int argc, char** argv) {
     for (const std::string& word : words) {
         const auto named = [&](const Group& group) { return word == group.name; };
         if (std::none_of(std::begin(kGroups), std::end(kGroups), named)) {
-            std::fprintf(stderr, "bench_gpu: there is no group '%s'; there are presets, specs, sweep and prompts\n", word.c_str());
+            std::fprintf(stderr, "bench_gpu: there is no group '%s'; there are presets, specs, sweep, prompts and steps\n", word.c_str());
             return 2;
         }
     }
