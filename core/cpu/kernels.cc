@@ -44,17 +44,16 @@ HWY_AFTER_NAMESPACE();
 namespace kivi::cpu {
 
 void Ahead::start(const Range* ranges, int count) {
+    at_ = end_ = nullptr;
     ranges_ = ranges;
     count_ = count;
-    near_ = far_ = Cursor();
-    for (int i = 0; i < kFirstLines; ++i) near_.fetch<3>(*this, 1);
-    far_ = near_;
+    next_ = 0;
+    for (int i = 0; i < kFirstLines; ++i) fetch(1);
     behind_ = kCatchUpLines;
 }
 
 void Ahead::catch_up(int lines) {
-    near_.fetch<3>(*this, lines);
-    far_.fetch<2>(*this, 4 * lines);
+    fetch(lines);
     behind_ -= lines;
 }
 

@@ -19,8 +19,8 @@ constexpr int kBlockRows = 8;
 constexpr int kLanes = 16;  // dims are padded to this; partial sums over tokens have this many lanes
 
 // Memory that will be read soon, in the order in which it will be read. Kernels call step() for the cache lines that
-// they use up, a few at a time, so reading stays a fixed distance ahead: hardware prefetchers do not keep up with
-// pages, and bursts overrun the line-fill buffers.
+// they use up, a few at a time, so that prefetching into the first-level cache stays a fixed distance ahead: hardware
+// prefetchers do not keep up with pages, and bursts overrun the line-fill buffers.
 class Ahead {
   public:
     struct Range {
@@ -28,49 +28,41 @@ class Ahead {
         int64_t bytes;
     };
 
+    // Prefetching begins close to the reader, who would wait for a long burst, and gains on it at first.
     void start(const Range* ranges, int count);
 
-    // Two cursors walk the ranges: one into the first-level cache, one farther ahead into the second. Both begin close
-    // to the reader, who would wait for a long burst, and gain on it while it reads the first lines.
     // always_inline: the compiler takes a function that only prefetches for one without effects.
     __attribute__((always_inline)) void step(int lines) {
         if (__builtin_expect(behind_ > 0, 0)) catch_up(lines);
-        near_.fetch<3>(*this, lines);
-        far_.fetch<2>(*this, lines);
+        fetch(lines);
     }
 
   private:
-    // Cache lines. In the end the cursors are 128 ahead, 8 KiB, a quarter of the smallest first-level cache, beside
-    // operands and scores; and 416, 26 KiB, two pages of 2-bit codes, which outlast the latency of a busy memory. Half
-    // or twice as much of either changes nothing measurable (T 4096, cold); a first-level distance of 64 lines makes
-    // `kivi2-sink` and `k3v2` slower by 30 %, no prefetching at all by 80 %.
+    // Cache lines. In the end prefetching is 160 ahead: 10 KiB, nearly a page of 2-bit codes, which outlasts the latency
+    // of a busy memory and leaves room for operands and scores. 128 lines make `kivi2-sink` slower by 3 % (cold, T 4096),
+    // 224 make `f16` slower by 7 %. A second cursor, farther ahead into the second-level cache, brought nothing, and
+    // cost 14 % where all is in the third-level cache.
     static constexpr int kFirstLines = 32;
-    static constexpr int kCatchUpLines = 96;
+    static constexpr int kCatchUpLines = 128;
 
     void catch_up(int lines);
 
-    struct Cursor {
-        const uint8_t* at = nullptr;
-        const uint8_t* end = nullptr;
-        int next = 0;
-
-        template <int kLocality>
-        __attribute__((always_inline)) void fetch(const Ahead& ahead, int lines) {
-            if (at >= end) {
-                if (next == ahead.count_) return;
-                at = ahead.ranges_[next].data;
-                end = at + ahead.ranges_[next].bytes;
-                ++next;
-            }
-            for (int i = 0; i < lines; ++i) __builtin_prefetch(at + 64 * i, 0, kLocality);
-            at += 64 * lines;
+    __attribute__((always_inline)) void fetch(int lines) {
+        if (at_ >= end_) {
+            if (next_ == count_) return;
+            at_ = ranges_[next_].data;
+            end_ = at_ + ranges_[next_].bytes;
+            ++next_;
         }
-    };
+        for (int i = 0; i < lines; ++i) __builtin_prefetch(at_ + 64 * i, 0, 3);
+        at_ += 64 * lines;
+    }
 
+    const uint8_t* at_ = nullptr;
+    const uint8_t* end_ = nullptr;
     const Range* ranges_ = nullptr;
-    int count_ = 0;
-    int behind_ = 0;  // lines of the reader during which the cursors still gain on it
-    Cursor near_, far_;
+    int count_ = 0, next_ = 0;
+    int behind_ = 0;  // lines of the reader during which prefetching still gains on it
 };
 
 // Plain rows: windows, 16-bit pages, fresh tokens, decoded tiles.
