@@ -15,27 +15,19 @@
 #include <limits>
 #include <new>
 
+#include "cpu/attend_walk.h"
 #include "cpu/dequantize.h"
-#include "cpu/kernels.h"
 #include "cpu/reference_attend.h"
 #include "format/hadamard.h"
 
 namespace kivi::cpu {
 namespace {
 
-constexpr int64_t kSplitTokens = 16 * kPageTokens;
-constexpr int64_t kLongSplitTokens = 32 * kPageTokens;  // starting a split costs the time of half a page
-constexpr int64_t kLongTokens = 64 * kPageTokens;       // packed; from here on splits are long
-constexpr int kSplitQueries = 4;  // rows with more queries than this have work enough without splits
-constexpr int kTileTokens = 32;   // rows decoded at a time on the general path
-constexpr int kMaxVisits = 40;    // planned ahead, for the prefetcher: a long split, its windows and borders
+constexpr int kMaxVisits = 40;   // planned together, for the prefetcher: a long split, its windows and borders
+constexpr int kVisitsAhead = 2;  // of the next item, prefetched during the last ones of an item
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.44269504f;
 constexpr float kLn2 = 0.69314718f;
-
-int64_t split_tokens(int64_t packed) { return packed < kLongTokens ? kSplitTokens : kLongSplitTokens; }
-int padded(int dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // A cap beyond 2^+-60 works like one at that border, while its inverse and its product with log2(e) stay finite.
 float soft_cap(const AttendCall& call) {
@@ -50,77 +42,6 @@ void rotate(float* x, int dim, const Kernels& kernels) {
         hadamard(x, dim);
     }
 }
-
-// How attend reads the packed part of a tensor.
-enum class Reader { rows, packed, decoded };
-
-Reader reader_of(const kivi_spec& spec, int dim, Part part) {
-    if (dim % kLanes != 0) return Reader::decoded;
-    if (spec.bits == 16) return Reader::rows;
-    const int32_t axis = part == Part::key ? KIVI_AXIS_CHANNEL : KIVI_AXIS_TOKEN;
-    const bool lanes = page_order(spec, dim).order == Order::lanes;
-    return lanes && spec.axis == axis ? Reader::packed : Reader::decoded;
-}
-
-// Sizes and choices of a layer that every item needs.
-struct Plan {
-    const LayerStore& layer;
-    const Kernels& kernels;
-    Reader read_keys, read_values;
-    int ratio;                // query heads of a KV head
-    int key_dim, value_dim;   // padded
-    PackedPart keys{}, values{};
-    int mins = 0;             // offsets in an accumulator: sums of p * min, sums over fresh values
-    int fresh = 0;
-    int acc_size = 0;
-    int part_floats = 0;      // a part of a query row, kept until all of its splits are there: max, sum, sums
-
-    // `fresh_values`: calls bring values of their own, which are summed apart.
-    Plan(const LayerStore& store, const Kernels& table, bool fresh_values)
-        : layer(store),
-          kernels(table),
-          read_keys(reader(store.key)),
-          read_values(reader(store.value)),
-          ratio(store.shape.q_heads / store.shape.kv_heads),
-          key_dim(padded(store.key.dim)),
-          value_dim(padded(store.value.dim)) {
-        if (read_keys == Reader::packed) keys = packed_part(store.key);
-        if (read_values == Reader::packed) values = packed_part(store.value);
-        mins = value_dim;
-        fresh = mins + values.groups * kLanes;
-        acc_size = fresh + (fresh_values ? value_dim : 0);
-        part_floats = kLanes + (fresh_values ? 2 : 1) * value_dim;
-    }
-
-    static Reader reader(const TensorStore& store) {
-        return reader_of(store.spec, store.dim, store.part);
-    }
-
-    static PackedPart packed_part(const TensorStore& store) {
-        const GroupShape shape = group_shape(store.spec, store.dim);
-        const bool keys = store.part == Part::key;
-        PackedPart part;
-        part.data = nullptr;
-        part.dim = store.dim;
-        part.group = keys ? shape.tokens : shape.channels;
-        part.groups = keys ? kPageTokens / shape.tokens : shape.blocks_a_row;
-        part.scales = scale_offset(store.order, 0, 0);
-        part.mins = min_offset(store.order, 0, 0);
-        return part;
-    }
-
-    int64_t splits(const Row& row) const {
-        if (row.count > kSplitQueries) return 1;
-        const int64_t tokens = packed_tokens(row);
-        return std::max<int64_t>(1, ceil_div(tokens, split_tokens(tokens)));
-    }
-    int64_t packed_tokens(const Row& row) const {
-        const int64_t border = std::max(row.after.key_border, row.after.value_border);
-        return std::max<int64_t>(0, border - layer.key.windows.sink);
-    }
-    int64_t blocks(const Row& row) const { return ceil_div(row.count * ratio, kBlockRows); }
-    int64_t most_split_blocks() const { return ceil_div(kSplitQueries * ratio, kBlockRows); }
-};
 
 // ---- workspace ----
 
@@ -162,8 +83,8 @@ struct Scratch {
     }
 };
 
-// What a row of the batch brings: items [KV head][block][split] and, if it is split, parts
-// [KV head][query row][split].
+// What a row of the batch brings: items [split][KV head][block], where the last split comes first, because it holds the
+// tail and takes longest; and, if it is split, parts [KV head][query row][split].
 struct RowWork {
     int64_t first_item, first_part;  // in the call
     int64_t blocks, splits;
@@ -193,52 +114,40 @@ struct Workspace {
     }
 };
 
-// ---- visits ----
-
-// Where the rows of one tensor stand during a visit.
-struct Place {
-    Reader reader = Reader::rows;
-    bool fresh = false;
-    RowRun run{};                   // rows
-    const uint8_t* part = nullptr;  // packed, decoded: part of the page
-    int token = 0;                  // in the page
-};
-
-struct Visit {
-    int64_t begin = 0, end = 0;  // positions
-    Place key, value;
-};
+// ---- items ----
 
 // One item: its query rows and what they see.
 class Item {
   public:
-    Item(const Plan& plan, const AttendCall& call, const Row& row, int head, int64_t first, const Scratch& scratch)
-        : plan_(plan), call_(call), row_(row), head_(head), first_(first), scratch_(scratch) {
-        rows_ = static_cast<int>(std::min<int64_t>(kBlockRows, row.count * plan.ratio - first));
+    Item(const Plan& plan, const AttendCall& call, const Row& row, const Walk& walk, const Scratch& scratch)
+        : plan_(plan), call_(call), row_(row), walk_(walk), scratch_(scratch), rows_(walk.rows()) {
         for (int r = 0; r < rows_; ++r) {
             acc_[r] = scratch.acc + static_cast<int64_t>(r) * plan.acc_size;
             max_[r] = -kInfinity;
             sum_[r] = 0;
-            last_[r] = (call.k ? row.after.length : row.after.length - row.count) + token(r);
-            from_[r] = call.window_left < 0 ? 0 : std::max<int64_t>(0, last_[r] - call.window_left);
+            last_[r] = walk.last(r);
+            from_[r] = walk.from(r);
         }
         std::memset(scratch.acc, 0, sizeof(float) * rows_ * plan.acc_size);
     }
 
-    // Positions of split `split` of `splits` that any of the rows sees.
-    void run(int64_t split, int64_t splits) {
-        const int64_t sink = plan_.layer.key.windows.sink, step = split_tokens(plan_.packed_tokens(row_));
-        int64_t begin = split == 0 ? 0 : sink + split * step;
-        int64_t end = split + 1 == splits ? std::numeric_limits<int64_t>::max() : sink + (split + 1) * step;
-        begin = std::max(begin, *std::min_element(from_, from_ + rows_));
-        end = std::min(end, *std::max_element(last_, last_ + rows_) + 1);
-        if (begin >= end) return;
+    // `prefetch_next(ranges)` is called near the end: it says what the thread will read after this item, up to
+    // 2 * kVisitsAhead ranges, and returns their number.
+    template <class Next>
+    void run(Walk::Positions positions, const Next& prefetch_next) {
+        if (positions.begin >= positions.end) return;
         load_queries();
         Visit visits[kMaxVisits];
-        while (begin < end) {
-            const int count = plan_visits(begin, end, visits);
-            for (int i = 0; i < count; ++i) visit(visits[i]);
-            begin = visits[count - 1].end;
+        while (positions.begin < positions.end) {
+            int ranges = 0;
+            const int count = walk_.visits(positions, kMaxVisits, visits, ranges_, ranges);
+            positions.begin = visits[count - 1].end;
+            const int late = positions.begin < positions.end ? count : std::max(0, count - kVisitsAhead);
+            ahead_.start(ranges_, ranges);
+            for (int i = 0; i < count; ++i) {
+                if (i == late) ahead_.extend(prefetch_next(ranges_ + ranges));
+                visit(visits[i]);
+            }
         }
     }
 
@@ -264,15 +173,13 @@ class Item {
     int rows() const { return rows_; }
 
   private:
-    int64_t token(int r) const { return (first_ + r) / plan_.ratio; }
-    int head(int r) const { return head_ * plan_.ratio + static_cast<int>((first_ + r) % plan_.ratio); }
-
     void load_queries() {
         const TensorStore& keys = plan_.layer.key;
         const float cap = soft_cap(call_);
         const float scale = call_.scale * (cap > 0 ? 1 / cap : kLog2E);
         for (int r = 0; r < rows_; ++r) {
-            const int64_t at = origin(call_.q, row_) + token(r) * call_.q.token_stride + head(r) * call_.q.head_stride;
+            const int64_t at = origin(call_.q, row_) + walk_.token(r) * call_.q.token_stride +
+                               walk_.head(r) * call_.q.head_stride;
             const uint8_t* from =
                 static_cast<const uint8_t*>(call_.q.data) + at * static_cast<int64_t>(dtype_bytes(call_.q.dtype));
             float* q = scratch_.q_plain + r * plan_.key_dim;
@@ -282,81 +189,6 @@ class Item {
             std::memcpy(turned, q, sizeof(float) * plan_.key_dim);
             if (keys.rotated()) rotate(turned, keys.dim, plan_.kernels);
         }
-    }
-
-    int plan_visits(int64_t begin, int64_t end, Visit* visits) {
-        int count = 0, ranges = 0;
-        while (begin < end && count < kMaxVisits) {
-            Visit& visit = visits[count++];
-            visit.begin = begin;
-            visit.end = visit_end(begin, end);
-            const int64_t tokens = visit.end - begin;
-            place(plan_.layer.key, call_.k, plan_.read_keys, begin, tokens, visit.key, ranges);
-            place(plan_.layer.value, call_.v, plan_.read_values, begin, tokens, visit.value, ranges);
-            begin = visit.end;
-        }
-        ahead_.start(ranges_, ranges);
-        return count;
-    }
-
-    // A visit ends where the place of its keys or of its values does.
-    int64_t visit_end(int64_t begin, int64_t end) const {
-        const Windows& windows = plan_.layer.key.windows;
-        const bool decoded = plan_.read_keys == Reader::decoded || plan_.read_values == Reader::decoded;
-        end = std::min(end, begin + (decoded ? kTileTokens : kPageTokens));
-        const auto stop_at = [&](int64_t position) {
-            if (position > begin) end = std::min(end, position);
-        };
-        stop_at(windows.sink);
-        stop_at(row_.after.length);
-        const int64_t border = std::max(row_.after.key_border, row_.after.value_border);
-        if (begin >= windows.sink && begin < border) {
-            stop_at(begin + kPageTokens - (begin - windows.sink) % kPageTokens);
-        }
-        for (const TensorStore* store : {&plan_.layer.key, &plan_.layer.value}) {
-            const int64_t tail = tail_begin(windows, row_.after, store->part);
-            stop_at(tail);
-            if (begin >= tail && begin < row_.after.length) {
-                stop_at(begin + store->tail_rows - store->tail_slot(begin));
-            }
-        }
-        return end;
-    }
-
-    // Written where it is kept: a copy would wait for its own stores.
-    void place(const TensorStore& store, const View& fresh, Reader packed, int64_t position, int64_t tokens,
-               Place& place, int& ranges) {
-        place.fresh = position >= row_.after.length;
-        place.part = nullptr;
-        const int64_t slot = position - store.windows.sink;
-        if (!place.fresh && slot >= 0 && position < tail_begin(store.windows, row_.after, store.part)) {
-            const uint8_t* part = store.page(row_.blocks[slot / kPageTokens], head_);
-            place.token = static_cast<int>(slot % kPageTokens);
-            place.reader = packed;
-            if (packed != Reader::rows) {
-                place.part = part;
-                const int64_t bytes = store.part == Part::key ? plan_.layer.value.part_offset
-                                                              : store.page_bytes - store.part_offset;
-                ranges_[ranges++] = {part, bytes * tokens / kPageTokens};
-                return;
-            }
-            place.run = {part + place.token * store.row_bytes(), store.row_bytes(), store.window_dtype, store.dim};
-        } else {
-            place.token = 0;
-            place.reader = store.dim % kLanes == 0 ? Reader::rows : Reader::decoded;
-            if (place.fresh) {
-                const int64_t element = static_cast<int64_t>(dtype_bytes(fresh.dtype));
-                const int64_t first = origin(fresh, row_) + head_ * fresh.head_stride;
-                const int64_t token = position - row_.after.length;
-                place.run = {static_cast<const uint8_t*>(fresh.data) + (first + token * fresh.token_stride) * element,
-                             fresh.token_stride * element, fresh.dtype, store.dim};
-                return;
-            }
-            const uint8_t* row = slot < 0 ? store.sink_row(row_.sequence, head_, position)
-                                          : store.tail_row(row_.sequence, head_, store.tail_slot(position));
-            place.run = {row, store.row_bytes(), store.window_dtype, store.dim};
-        }
-        ranges_[ranges++] = {place.run.data, tokens * place.run.stride};
     }
 
     // Query rows that see the same positions of the visit go through the kernels together.
@@ -439,14 +271,13 @@ class Item {
     const Plan& plan_;
     const AttendCall& call_;
     const Row& row_;
-    const int head_;
-    const int64_t first_;  // query rows count (token, head of the group)
+    const Walk& walk_;
     const Scratch& scratch_;
-    int rows_;
+    const int rows_;
     float* acc_[kBlockRows];
     float max_[kBlockRows], sum_[kBlockRows];
     int64_t from_[kBlockRows], last_[kBlockRows];  // positions that a row sees
-    Ahead::Range ranges_[2 * kMaxVisits];
+    Ahead::Range ranges_[2 * (kMaxVisits + kVisitsAhead)];
     Ahead ahead_;
 };
 
@@ -501,6 +332,13 @@ void finish(const Plan& plan, const AttendCall& call, const Row& row, int kv_hea
     plan.kernels.store_row(out, values.dim, call.out.dtype, element(call.out, row, token, head));
 }
 
+// Which part of the call an item is.
+struct ItemAt {
+    int32_t row;
+    int head;  // KV head
+    int64_t block, split;
+};
+
 int32_t row_of_item(const RowWork* rows, int32_t count, int64_t item) {
     const auto before = [](int64_t number, const RowWork& row) { return number < row.first_item; };
     return static_cast<int32_t>(std::upper_bound(rows, rows + count, item, before) - rows) - 1;
@@ -540,16 +378,34 @@ void fast_attend(const LayerStore& layer, const AttendCall& call, ThreadPool& po
         for (int64_t i = 0; i < heads * plan.most_split_blocks(); ++i) new (arrived + i) std::atomic<int32_t>(0);
     }
 
-    pool.parallel(items, [&](int64_t number, int thread) {
+    const auto locate = [&](int64_t number) {
         const int32_t r = row_of_item(workspace.rows, rows, number);
-        const Row& row = call.rows.data[r];
         const RowWork& work = workspace.rows[r];
-        const int64_t in_row = number - work.first_item, split = in_row % work.splits;
-        const int64_t block = in_row / work.splits % work.blocks, first = block * kBlockRows;
-        const int head = static_cast<int>(in_row / work.splits / work.blocks);
+        const int64_t in_row = number - work.first_item;
+        const int64_t a_split = heads * work.blocks;
+        return ItemAt{r, static_cast<int>(in_row % a_split / work.blocks), in_row % work.blocks,
+                      work.splits - 1 - in_row / a_split};
+    };
+    pool.parallel(items, [&](int64_t number, int thread, const std::atomic<int64_t>& next) {
+        const ItemAt here = locate(number);
+        const Row& row = call.rows.data[here.row];
+        const RowWork& work = workspace.rows[here.row];
+        const int head = here.head;
+        const int64_t first = here.block * kBlockRows;
         const Scratch scratch = workspace.of_thread(plan, thread);
-        Item item(plan, call, row, head, first, scratch);
-        item.run(split, work.splits);
+        const Walk walk(plan, call, row, head, first);
+        Item item(plan, call, row, walk, scratch);
+        item.run(walk.positions(here.split, work.splits), [&](Ahead::Range* ranges) {
+            const int64_t guess = next.load(std::memory_order_relaxed);  // another thread may be the first to claim it
+            if (guess >= items) return 0;
+            const ItemAt there = locate(guess);
+            const Walk other(plan, call, call.rows.data[there.row], there.head, there.block * kBlockRows);
+            Visit visits[kVisitsAhead];
+            int count = 0;
+            other.visits(other.positions(there.split, workspace.rows[there.row].splits), kVisitsAhead, visits, ranges,
+                         count);
+            return count;
+        });
         if (work.splits == 1) {
             float* part = scratch.tile;  // free again, and large enough for one part
             for (int i = 0; i < item.rows(); ++i) {
@@ -562,9 +418,9 @@ void fast_attend(const LayerStore& layer, const AttendCall& call, ThreadPool& po
             const int64_t query = head * row.count * plan.ratio + first + i;
             return workspace.parts + (work.first_part + query * work.splits) * plan.part_floats;
         };
-        for (int i = 0; i < item.rows(); ++i) item.store_part(i, parts_of(i) + split * plan.part_floats);
+        for (int i = 0; i < item.rows(); ++i) item.store_part(i, parts_of(i) + here.split * plan.part_floats);
         // Whoever brings the last split merges them all.
-        auto& arrived = workspace.arrived[(r * heads + head) * plan.most_split_blocks() + block];
+        auto& arrived = workspace.arrived[(here.row * heads + head) * plan.most_split_blocks() + here.block];
         if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 < work.splits) return;
         for (int i = 0; i < item.rows(); ++i) {
             merge_splits(parts_of(i), work.splits, plan.part_floats);

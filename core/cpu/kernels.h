@@ -3,7 +3,7 @@
 // A visit is up to 128 tokens of one KV head that all query rows of the call see in the same way:
 //
 //   score_*   s[r][t] = q_r . k_t                        from rows or from packed keys
-//   softmax   s -> exp2(s - max), running max and sum, accumulators rescaled
+//   softmax   s -> exp2(s - max), running max and sum, accumulators rescaled where the max has grown much
 //   mix_*     acc_r += sum over t of p[r][t] * v_t       from rows or from packed values
 //
 // Rows are the query rows of one KV head, up to kBlockRows. Scores are kept in log2 units: the caller has
@@ -30,6 +30,8 @@ class Ahead {
 
     // Prefetching begins close to the reader, who would wait for a long burst, and gains on it at first.
     void start(const Range* ranges, int count);
+    // `count` more ranges stand behind those of start.
+    void extend(int count) { count_ += count; }
 
     // always_inline: the compiler takes a function that only prefetches for one without effects.
     __attribute__((always_inline)) void step(int lines) {
@@ -87,7 +89,7 @@ struct PackedPart {
 // packed values [groups][kLanes] sums of p * min that are not yet added over lanes.
 struct RowState {
     float* const* acc;
-    float* max;  // of the scores so far; -infinity: none
+    float* max;  // of the scores so far, or up to 8 less (softmax); -infinity: none
     float* sum;  // of exp2(score - max)
 };
 

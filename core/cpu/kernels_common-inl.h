@@ -45,7 +45,7 @@ HWY_INLINE V32 ToInt(VF x) {
 #endif
 }
 
-// 2^x for x <= 0, relative error about 2e-7; 2^-126 below that.
+// 2^x for x < 127, relative error about 2e-7; 2^-126 for x below -126.
 HWY_INLINE VF Exp2(VF x) {
     const DF d;
     x = hn::Max(x, hn::Set(d, -126.0f));

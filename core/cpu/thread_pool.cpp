@@ -72,7 +72,11 @@ ThreadPool::~ThreadPool() {
 void ThreadPool::parallel(int64_t items, Task task, void* context) {
     const bool alone = workers_ == 0 || items <= 1 || process_ != getpid() || busy_.exchange(true);
     if (alone) {
-        for (int64_t i = 0; i < items; ++i) task(context, i, 0);
+        std::atomic<int64_t> next{0};
+        for (int64_t i = 0; i < items; ++i) {
+            next.store(i + 1, std::memory_order_relaxed);
+            task(context, i, 0, next);
+        }
         return;
     }
     task_ = task;
@@ -98,7 +102,7 @@ void ThreadPool::run_items(int thread) {
     for (;;) {
         const int64_t item = next_.fetch_add(1, std::memory_order_relaxed);
         if (item >= items_) return;
-        task_(context_, item, thread);
+        task_(context_, item, thread, next_);
     }
 }
 

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 #include <thread>
+#include <type_traits>
 
 #include <semaphore.h>
 
@@ -21,7 +22,8 @@ namespace kivi::cpu {
 
 class ThreadPool {
   public:
-    using Task = void (*)(void* context, int64_t item, int thread);
+    // next: the first item that no thread has claimed, a guess at what this thread's next one will be.
+    using Task = void (*)(void* context, int64_t item, int thread, const std::atomic<int64_t>& next);
 
     // `threads` counts the caller's. Fewer run if the system refuses to start them.
     explicit ThreadPool(int threads);
@@ -31,14 +33,19 @@ class ThreadPool {
 
     int threads() const { return workers_ + 1; }
 
-    // task(context, item, thread) for every item in [0, items); thread is in [0, threads()) and no two
-    // calls of one loop with the same thread overlap. Tasks must not throw.
+    // task(context, item, thread, next) for every item in [0, items); thread is in [0, threads()) and no two
+    // calls of one loop with the same thread overlap. Tasks must not throw. A body may leave `next` out.
     void parallel(int64_t items, Task task, void* context);
 
     template <class Body>
     void parallel(int64_t items, const Body& body) {
-        const Task call = [](void* context, int64_t item, int thread) {
-            (*static_cast<const Body*>(context))(item, thread);
+        const Task call = [](void* context, int64_t item, int thread, const std::atomic<int64_t>& next) {
+            const Body& run = *static_cast<const Body*>(context);
+            if constexpr (std::is_invocable_v<const Body&, int64_t, int, const std::atomic<int64_t>&>) {
+                run(item, thread, next);
+            } else {
+                run(item, thread);
+            }
         };
         parallel(items, call, const_cast<void*>(static_cast<const void*>(&body)));
     }
