@@ -7,6 +7,7 @@
 //     sweep     k3v2 and kivi2-sink over batch, context and heads, where fp16 caches of the shape fit; --quick: some
 //     prompts   packing prompts of one sequence with 8 KV heads, a layer; --quick: some
 //     steps     appending one token to each sequence, flushes included, a layer
+//     chunks    queries of several tokens over packed pasts, beside the general kernel; --quick: some
 //   bench_gpu --spec NAME [SHAPE]   one of the specs at every shape, or at the one of that number
 #include <cuda_runtime.h>
 
@@ -61,6 +62,7 @@ struct Storage {
     int sink = 0, recent = 0, flush = 32, schedule = KIVI_SCHEDULE_ROLLING;
     bool beside = false;  // windows stand beside the context, not in it
     int dim = 128, query_tokens = 1;
+    bool fresh = false;   // the query tokens are not in the cache: the call brings their keys and values
     uint64_t flags = 0;  // of attend
 };
 
@@ -100,6 +102,7 @@ constexpr int kReplays = 15, kFewReplays = 5;
 constexpr double kEnoughUs = 4e5;        // of replays, once there are a few
 constexpr int64_t kRotation = 256 << 20;  // bytes: several times the L2
 constexpr int kMostLayers = 400;
+constexpr int kFewTokens = 64;  // of a query: more make a call so long that two are enough
 
 // What holds for the whole run.
 struct Bench {
@@ -256,11 +259,12 @@ kivi_batch batch_of(int rows, int count) {
 void measure_attend(const Bench& bench, const Storage& s, Shape shape) {
     const int over = 128 / s.dim;  // narrower heads: more of them
     shape.kv_heads *= over, shape.q_heads *= over;
+    const bool chunk = s.query_tokens > kFewTokens || (s.fresh && s.flags != 0);  // a long call
     const int length = shape.tokens + (s.beside ? s.sink + s.recent : 0);
     const double element_bits = (s.k.bits + s.v.bits) / 2.0 + (s.k.bits == 16 ? 0 : 32.0 / std::max(32, s.k.group));
     const double bytes = 2.0 * shape.batch * shape.kv_heads * s.dim * shape.tokens * element_bits / 8;
     const Cache cache(s, shape.q_heads, shape.kv_heads, shape.batch, length,
-                      static_cast<int>(std::min<double>(kMostLayers, kRotation / bytes + 1)));
+                      chunk ? 2 : static_cast<int>(std::min<double>(kMostLayers, kRotation / bytes + 1)));
 
     constexpr int kChunk = 4096;
     const int64_t row = int64_t{1} * s.query_tokens * shape.q_heads * s.dim;
@@ -284,7 +288,9 @@ void measure_attend(const Bench& bench, const Storage& s, Shape shape) {
     ok(kivi_attend_params_init(&params, sizeof params), "params");
     params.flags = s.flags;
     ok(cudaDeviceSynchronize(), "append");
-    const int attends = std::max(kAttends, cache.layers());
+    const kivi_tensor fresh = tensor(tokens.data(), {shape.batch, s.query_tokens, shape.kv_heads, s.dim}, true);
+    if (s.fresh) params.k = params.v = &fresh;
+    const int attends = chunk ? cache.layers() : std::max(kAttends, cache.layers());
     cudaGraph_t graph;
     cudaGraphExec_t replay;
     ok(cudaStreamBeginCapture(bench.stream, cudaStreamCaptureModeGlobal), "capture");
@@ -295,7 +301,7 @@ void measure_attend(const Bench& bench, const Storage& s, Shape shape) {
     ok(cudaGraphInstantiate(&replay, graph, 0), "graph");
     const double us = median_us(bench.stream, [] {}, [&] { ok(cudaGraphLaunch(replay, bench.stream), "launch"); }) / attends;
     ok(cudaDeviceSynchronize(), "attend");
-    print_line(bench, "attend", s, shape, us, cache.live_bytes(), cache.path());
+    print_line(bench, "attend", s, shape, us, cache.live_bytes(), (s.flags & KIVI_ATTEND_INVARIANT) != 0 ? "general" : cache.path());
     ok(cudaGraphExecDestroy(replay), "graph");
     ok(cudaGraphDestroy(graph), "graph");
 }
@@ -420,12 +426,32 @@ void run_prompts(const Bench& bench, bool quick) {
     }
 }
 
+// Drafts of a few tokens and pieces of prompts, whose keys and values come with the call.
+void run_chunks(const Bench& bench, bool quick) {
+    for (Storage s : presets()) {
+        if (s.name != "k3v2" && s.name != "kivi2-sink") continue;
+        s.fresh = true;
+        for (const int tokens : {8192, 32768}) {
+            for (const int query_tokens : {4, 8, 16, 512, 2048}) {
+                if (quick && (tokens != 8192 || query_tokens % 512 > 0)) continue;
+                s.query_tokens = query_tokens;
+                for (const bool general : {false, true}) {
+                    if (general && (quick || s.name != "k3v2" || (query_tokens != 16 && query_tokens != 512))) continue;
+                    s.flags = general ? KIVI_ATTEND_INVARIANT : 0;
+                    measure_attend(bench, s, {1, 32, 8, tokens});
+                    if (query_tokens <= kFewTokens && !general) measure_attend(bench, s, {8, 32, 8, tokens});
+                }
+            }
+        }
+    }
+}
+
 struct Group {
     const char* name;
     void (*run)(const Bench&, bool quick);
 };
 const Group kGroups[] = {{"presets", run_presets}, {"specs", run_specs}, {"sweep", run_sweep}, {"prompts", run_prompts},
-                         {"steps", run_steps}};
+                         {"steps", run_steps}, {"chunks", run_chunks}};
 
 }  // namespace
 
@@ -452,7 +478,7 @@ int main(int argc, char** argv) {
     for (const std::string& word : words) {
         const auto named = [&](const Group& group) { return word == group.name; };
         if (std::none_of(std::begin(kGroups), std::end(kGroups), named)) {
-            std::fprintf(stderr, "bench_gpu: there is no group '%s'; there are presets, specs, sweep, prompts and steps\n", word.c_str());
+            std::fprintf(stderr, "bench_gpu: there is no group '%s'; there are presets, specs, sweep, prompts, steps and chunks\n", word.c_str());
             return 2;
         }
     }

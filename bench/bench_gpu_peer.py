@@ -1,10 +1,11 @@
-"""fp16 attention of cuDNN through PyTorch: the peer of bench_gpu.
+"""fp16 attention of cuDNN and FlashAttention through PyTorch: the peers of bench_gpu.
 
     bench_gpu_peer.py FILE
 
 Reads the JSON Lines that bench_gpu wrote to FILE, measures the peer at the shapes of its attend cases alike (medians of
-replays of a graph of calls over caches that rotate out of the L2), adds the ratio "cudnn-f16" to them, and writes FILE
-again with its own cases at the end.
+replays of a graph of calls over caches that rotate out of the L2), adds the ratios "cudnn-f16" and, where there are
+several query tokens, "flash-f16" to them, and writes FILE again with its own cases at the end. FlashAttention is causal;
+cuDNN, whose mask through PyTorch is not that of a chunk behind a past, sees the whole chunk with every query.
 """
 import json
 import statistics
@@ -14,18 +15,25 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 CALLS, REPLAYS, FEW_REPLAYS, ENOUGH_US, ROTATION, MOST_SETS = 20, 15, 5, 4e5, 256 << 20, 400
+FEW_TOKENS = 64  # more make a call so long that two are enough
+
+PEERS = ("cudnn-f16", "flash-f16")
 
 
-def measure(batch, q_heads, kv_heads, tokens, dim):
+def measure(peer, batch, q_heads, kv_heads, tokens, dim, q_len):
     """Microseconds of a call, and the bytes that it reads."""
+    if q_len > 1:
+        tokens += q_len
     bytes_of = 4 * batch * kv_heads * tokens * dim
-    sets = min(MOST_SETS, ROTATION // bytes_of + 1)
-    calls = max(CALLS, sets)
+    sets = 2 if q_len > FEW_TOKENS else min(MOST_SETS, ROTATION // bytes_of + 1)
+    calls = sets if q_len > FEW_TOKENS else max(CALLS, sets)
     caches = [tuple(torch.randn(batch, kv_heads, tokens, dim, device="cuda", dtype=torch.float16) for _ in "kv")
               for _ in range(sets)]
-    q = torch.randn(batch, q_heads, 1, dim, device="cuda", dtype=torch.float16)
+    q = torch.randn(batch, q_heads, q_len, dim, device="cuda", dtype=torch.float16)
 
     def call(i):
+        if peer == "flash-f16":  # the operator itself: its mask is causal at the bottom right
+            return torch.ops.aten._scaled_dot_product_flash_attention(q, *caches[i % sets], 0.0, True)
         return torch.nn.functional.scaled_dot_product_attention(q, *caches[i % sets], enable_gqa=q_heads != kv_heads)
 
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -58,24 +66,25 @@ def main():
     groups = {}
     for c in cases:
         what = c["case"]
-        if c["suite"] == "attend" and what["q_len"] == 1:
-            shape = tuple(what[key] for key in ("batch", "q_heads", "kv_heads", "context", "head_dim"))
+        if c["suite"] == "attend":
+            shape = tuple(what[key] for key in ("batch", "q_heads", "kv_heads", "context", "head_dim", "q_len"))
             groups.setdefault(shape, []).append(c)
     # The largest first: PyTorch gives memory of a size back to the driver, but not its holes.
     for shape in sorted(groups, key=lambda s: -s[0] * s[2] * s[3]):
-        try:
-            us, size = measure(*shape)
-        except torch.cuda.OutOfMemoryError:
-            continue  # no peer, no ratio
-        finally:
-            torch.cuda.empty_cache()
-        for c in groups[shape]:
-            c["ratios"]["cudnn-f16"] = round(us / c["median_us"], 4)
-        what = dict(groups[shape][0]["case"], preset="cudnn-f16", k_bits=16, v_bits=16, group=0, hadamard=False,
-                    query_aware=False, path="peer")
-        gbps = size / us / 1e3
-        cases.append({"suite": "attend", "table": "peer", "case": what, "median_us": round(us, 3), "bytes": size,
-                      "gbps": round(gbps, 1), "ratios": {"copy": round(gbps / copy, 4)}})
+        for peer in PEERS if shape[-1] > 1 else PEERS[:1]:
+            try:
+                us, size = measure(peer, *shape)
+            except torch.cuda.OutOfMemoryError:
+                continue  # no peer, no ratio
+            finally:
+                torch.cuda.empty_cache()
+            for c in groups[shape]:
+                c["ratios"][peer] = round(us / c["median_us"], 4)
+            what = dict(groups[shape][0]["case"], preset=peer, k_bits=16, v_bits=16, group=0, hadamard=False,
+                        query_aware=False, path="peer")
+            gbps = size / us / 1e3
+            cases.append({"suite": "attend", "table": "peer", "case": what, "median_us": round(us, 3), "bytes": size,
+                          "gbps": round(gbps, 1), "ratios": {"copy": round(gbps / copy, 4)}})
     with open(path, "w") as lines:
         for c in cases:
             lines.write(json.dumps(c) + "\n")

@@ -14,7 +14,7 @@ def heads(case):
 
 
 def table(cases):
-    yield f"{'':24} {'batch':>5} {'heads':>7} {'context':>8} {'path':>8} {'us':>10} {'GB/s':>7} {'of copy':>8} {'cuDNN':>7}"
+    yield f"{'':24} {'batch':>5} {'heads':>7} {'context':>8} {'queries':>7} {'path':>8} {'us':>10} {'GB/s':>7} {'of copy':>8} {'cuDNN':>7}"
     last = None
     for c in cases:
         what, ratios = c["case"], c["ratios"]
@@ -23,7 +23,7 @@ def table(cases):
             last = c["table"]
         name = what["preset"] + (" query-aware" if what["query_aware"] else "")
         peer = f"{ratios['cudnn-f16']:.2f}x" if "cudnn-f16" in ratios else ""
-        yield (f"  {name:22} {what['batch']:5} {heads(what):>7} {what['context']:8} {what['path']:>8} {c['median_us']:10.1f} "
+        yield (f"  {name:22} {what['batch']:5} {heads(what):>7} {what['context']:8} {what['q_len']:7} {what['path']:>8} {c['median_us']:10.1f} "
                f"{c['gbps']:7.0f} {100 * ratios['copy']:7.1f}% {peer:>7}")
 
 

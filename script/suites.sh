@@ -71,9 +71,9 @@ suite_cuda() {
     within "size of libkivi.so with CUDA for sm_90" $(($(stat -c %s "$build/cuda/stripped") / 1024)) $max_cuda_library_kib KiB
     python3 "$root/script/spills.py" "$logs/cuda-build.txt"
     pass
-    cmake --build "$build/cuda" -j "$jobs" --target gpu gpu_error hot_path devices no_code decode pack nogpu_load abi_header_c abi_header_cpp \
+    cmake --build "$build/cuda" -j "$jobs" --target gpu gpu_error hot_path devices no_code decode prefill pack nogpu_load abi_header_c abi_header_cpp \
         abi_layout_lock abi_old_client decode_loop_c
-    ctest_in cuda -R '^(gpu|gpu_error|hot_path|devices|no_code|decode|pack|nogpu_.*|abi_.*|decode_loop_c)$'
+    ctest_in cuda -R '^(gpu|gpu_error|hot_path|devices|no_code|decode|prefill|pack|nogpu_.*|abi_.*|decode_loop_c)$'
 }
 
 # The library with code for every architecture of cmake/KiviCuda.cmake: the same names and needs, and it loads and works

@@ -10,10 +10,10 @@
 
 #include <type_traits>
 
+#include "cuda/attend_results.cuh"
 #include "cuda/batch.cuh"
 #include "cuda/chunks.h"
 #include "cuda/device.h"
-#include "cuda/warp_row.cuh"
 
 namespace kivi::cuda {
 namespace {
@@ -25,41 +25,6 @@ constexpr int kGroup = 8;                 // chunks
 constexpr int64_t kEnoughBlocks = 264;    // from so many items on, chunks of decode steps are not spread
 constexpr int64_t kEnoughTiles = 24;      // nor groups of prompts
 
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
-
-__device__ inline float infinity() { return __uint_as_float(0x7F800000u); }
-__device__ inline float quiet_nan() { return __uint_as_float(kNanF32); }
-
-// A softmax so far: all weights are relative to 2^max.
-struct Sum {
-    float max, sum;
-};
-__device__ inline Sum no_sum() { return {-infinity(), 0.0f}; }
-__device__ inline bool empty(const Sum& s) { return s.max == -infinity() && s.sum == 0.0f; }
-
-// Factors that bring two partial results to a common maximum; the sum of both. Adding an empty one changes
-// nothing, bit for bit.
-struct Joint {
-    float of_first, of_second;
-    Sum sum;
-};
-__device__ inline Joint join(const Sum& a, const Sum& b) {
-    if (empty(b)) return {1.0f, 0.0f, a};
-    if (empty(a)) return {0.0f, 1.0f, b};
-    Joint joint;
-    joint.sum.max = fmaxf(a.max, b.max);
-    joint.of_first = a.max == joint.sum.max ? 1.0f : exp2f(a.max - joint.sum.max);
-    joint.of_second = b.max == joint.sum.max ? 1.0f : exp2f(b.max - joint.sum.max);
-    joint.sum.sum = __fmaf_rn(b.sum, joint.of_second, __fmul_rn(a.sum, joint.of_first));
-    return joint;
-}
-__device__ inline float add(float of_first, float of_second, float first, float second) {
-    if (of_second == 0.0f && of_first == 1.0f) return first;
-    if (of_first == 0.0f && of_second == 1.0f) return second;
-    return __fmaf_rn(second, of_second, __fmul_rn(first, of_first));
-}
-
 // Sizes of a call.
 enum class Spread : int32_t { none, chunks, groups };
 struct Shape {
@@ -70,8 +35,6 @@ struct Shape {
         return spread == Spread::none ? 1 : spread == Spread::chunks ? chunks : (chunks + kGroup - 1) / kGroup;
     }
 };
-
-__host__ __device__ inline int ratio(const Layer& layer) { return layer.q_heads / layer.key.heads; }
 
 // Wide rows leave shared memory for few queries only.
 int queries_a_block(const Layer& layer, int32_t max_count) {
@@ -248,48 +211,6 @@ __device__ void load_tile(const Layer& layer, const TensorStore& store, const Vi
     }
 }
 
-// ---- Queries ----
-
-// Query i of a row and KV head: token i / ratio, head i % ratio of the group.
-struct Query {
-    int token, head;
-    int64_t first, last;  // positions that it sees
-    __device__ Query(const AttendArgs& args, const RowArg& row, const Span& span, int kv_head, int i) {
-        const int group = ratio(args.layer);
-        token = i / group;
-        head = kv_head * group + i % group;
-        last = span.length + token - (args.k ? 0 : row.count);
-        first = args.window_left < 0 ? 0 : max(int64_t{0}, last - args.window_left);
-    }
-};
-
-// Divides, transforms back and writes one query's result.
-template <int STRIPES>
-__device__ void finish(const AttendArgs& args, const RowArg& row, const Query& query, const Sum& sum,
-                       WarpRow<STRIPES>& x) {
-    const int dim = args.layer.value.dim;
-    const bool none = empty(sum);
-    if (args.lse && lane() == 0) {
-        const int64_t at = args.lse.origin(row.index, row.offset) + query.token * args.lse.token_stride +
-                           query.head * args.lse.head_stride;
-        static_cast<float*>(args.lse.data)[at] = none ? -infinity() : sum.max * kLn2 + logf(sum.sum);
-    }
-    float factor = none ? 0.0f : 1.0f / sum.sum;
-    if (args.learned_sinks != nullptr && !none) {
-        const Joint joint = join(sum, {args.learned_sinks[query.head] * kLog2E, 1.0f});
-        factor = joint.of_first / joint.sum.sum;
-    }
-#pragma unroll
-    for (int j = 0; j < STRIPES; ++j) {
-#pragma unroll
-        for (int i = 0; i < kLaneChannels; ++i) x.x[j][i] = none ? 0.0f : x.x[j][i] * factor;
-    }
-    if (args.layer.value.rotated()) x.hadamard(dim);
-    const int64_t at = args.out.origin(row.index, row.offset) + query.token * args.out.token_stride +
-                       query.head * args.out.head_stride;
-    x.store(args.out.data, args.out.dtype, at, dim);
-}
-
 // Shared memory: queries, one tile of keys or values, weights of the tile, results of the group and of all.
 struct Shared {
     float *queries, *tile, *weights, *shrink, *group, *whole;
@@ -350,9 +271,7 @@ attend_kernel(const __grid_constant__ AttendArgs args, const __grid_constant__ S
         x.clear();
         if (q < queries) {
             const Query query(args, row, span, head, first_query + q);
-            const int64_t at = args.q.origin(row.index, row.offset) + query.token * args.q.token_stride +
-                               query.head * args.q.head_stride;
-            x.load(args.q.data, args.q.dtype, at, key_dim);
+            x.load(args.q.data, args.q.dtype, query.in(args.q, row), key_dim);
             if (layer.key.rotated()) x.hadamard(key_dim);
         }
         x.for_each(key_dim, [&](int j, int c) {
@@ -517,7 +436,7 @@ attend_kernel(const __grid_constant__ AttendArgs args, const __grid_constant__ S
         if (q >= queries) continue;
         WarpRow<STRIPES> x;
         x.load(shared.whole + q * value_dim, KIVI_F32, 0, value_dim);
-        finish(args, row, Query(args, row, span, head, first_query + q), whole[k], x);
+        finish(args, row, Query(args, row, span, head, first_query + q), whole[k], x, layer.value.rotated());
     }
 }
 
@@ -533,17 +452,6 @@ add_parts_kernel(const __grid_constant__ AttendArgs args, const __grid_constant_
     const Span span = args.layer.spans[row.sequence];
     const int64_t item = (static_cast<int64_t>(blockIdx.z) * gridDim.y + head) * shape.tiles + blockIdx.x;
     const int size = shape.spread == Spread::chunks ? kGroup : 1;  // parts of a group
-    const auto fold = [&](Sum& to_sum, WarpRow<STRIPES>& to, const Sum& sum, const auto& value) {
-        const Joint joint = join(to_sum, sum);
-        to_sum = joint.sum;
-        to.for_each(value_dim, [&](int j, int c) {
-            const float4 part = value(j, c);
-            to.x[j][0] = add(joint.of_first, joint.of_second, to.x[j][0], part.x);
-            to.x[j][1] = add(joint.of_first, joint.of_second, to.x[j][1], part.y);
-            to.x[j][2] = add(joint.of_first, joint.of_second, to.x[j][2], part.z);
-            to.x[j][3] = add(joint.of_first, joint.of_second, to.x[j][3], part.w);
-        });
-    };
     for (int q = threadIdx.x / kWarp; q < queries; q += kWarps) {
         WarpRow<STRIPES> whole, group;
         Sum whole_sum = no_sum();
@@ -554,14 +462,14 @@ add_parts_kernel(const __grid_constant__ AttendArgs args, const __grid_constant_
             for (int part = first_part; part < min(first_part + size, shape.parts()); ++part) {
                 const Partials from(args, shape, QUERIES, item, part);
                 const float* const rows = from.rows + q * value_dim;
-                fold(group_sum, group, from.sums[q],
+                fold(group_sum, group, from.sums[q], value_dim,
                      [&](int, int c) { return *reinterpret_cast<const float4*>(rows + c); });
             }
-            fold(whole_sum, whole, group_sum, [&](int j, int) {
+            fold(whole_sum, whole, group_sum, value_dim, [&](int j, int) {
                 return make_float4(group.x[j][0], group.x[j][1], group.x[j][2], group.x[j][3]);
             });
         }
-        finish(args, row, Query(args, row, span, head, first_query + q), whole_sum, whole);
+        finish(args, row, Query(args, row, span, head, first_query + q), whole_sum, whole, args.layer.value.rotated());
     }
 }
 

@@ -14,6 +14,7 @@
 #include "cuda/device.h"
 #include "cuda/launch.h"
 #include "cuda/pack.h"
+#include "cuda/prefill.h"
 #include "format/error.h"
 #include "format/layout.h"
 
@@ -210,7 +211,9 @@ class CudaBackend final : public Backend {
     size_t attend_workspace(int layer, int32_t rows, int32_t max_count) const override {
         const LayerMemory& at = layers_[layer];
         const size_t general = cuda::attend_workspace(at.args, rows, max_count);
-        return at.fast ? std::max(general, decode_workspace(at.args, multiprocessors_)) : general;
+        if (!at.fast) return general;
+        return std::max({general, decode_workspace(at.args, multiprocessors_),
+                         prefill_workspace(at.args, rows, max_count, multiprocessors_)});
     }
 
     void attend(const AttendCall& call) const override {
@@ -235,8 +238,11 @@ class CudaBackend final : public Backend {
         args.learned_sinks = call.learned_sinks;
         args.workspace = static_cast<float*>(call.workspace);
         for_each_portion(call.rows, args.batch, [&] {
-            if (layers_[call.layer].fast && (call.flags & KIVI_ATTEND_INVARIANT) == 0 && decode_takes(args)) {
+            const bool fast = layers_[call.layer].fast && (call.flags & KIVI_ATTEND_INVARIANT) == 0;
+            if (fast && decode_takes(args)) {
                 decode(args, multiprocessors_, stream_of(call.stream));
+            } else if (fast && prefill_takes(args)) {
+                prefill(args, multiprocessors_, stream_of(call.stream));
             } else {
                 cuda::attend(args, stream_of(call.stream));
             }
@@ -577,6 +583,7 @@ class CudaBackend final : public Backend {
         if (layer.fast) {
             args.key.order.order = args.value.order.order = Order::fragment;
             prepare_decode(args.key, args.value);
+            prepare_prefill(args.key);
             prepare_pack(args);
         }
     }

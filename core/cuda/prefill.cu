@@ -1,0 +1,118 @@
+// Chooses the instance of the kernel for many query rows, cuts its work into blocks and launches it.
+#include "cuda/prefill.h"
+
+#include <algorithm>
+
+#include "cuda/device.h"
+#include "cuda/prefill_kernel.cuh"
+
+namespace kivi::cuda {
+namespace {
+
+constexpr int32_t kFewRows = 64;                  // up to so many, blocks of few rows
+constexpr int64_t kMaxTokens = int64_t{1} << 30;  // positions are 32-bit
+constexpr int64_t kLeastPieces = 4;               // of a part
+
+// Instances: bf16, dim, warps beside each other in rows, row tiles of a warp, warps beside each other in tokens,
+// blocks on a multiprocessor, stages.
+template <bool BF16, int DIM>
+using Many = prompt::Config<BF16, DIM, 4, 2, 1, 2, 1>;
+template <bool BF16, int DIM>
+using Few = prompt::Config<BF16, DIM, 2, 1, 2, 3, 1>;
+
+template <bool BF16, int DIM, class Visit>
+void with_rows(bool few, const Visit& visit) {
+    few ? visit(Few<BF16, DIM>{}) : visit(Many<BF16, DIM>{});
+}
+template <bool BF16, class Visit>
+void with_dim(int dim, bool few, const Visit& visit) {
+    if (dim == 64) with_rows<BF16, 64>(few, visit);
+    if (dim == 128) with_rows<BF16, 128>(few, visit);
+}
+// visit(Config) for the layer's instance, if there is one.
+template <class Visit>
+void with_config(const TensorStore& key, bool few, const Visit& visit) {
+    key.window_dtype == KIVI_BF16 ? with_dim<true>(key.dim, few, visit) : with_dim<false>(key.dim, few, visit);
+}
+
+bool few_rows(const Layer& layer, int32_t max_count) {
+    return static_cast<int64_t>(max_count) * ratio(layer) <= kFewRows;
+}
+
+bool aligned(const View& view) {
+    return reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.token_stride % 8 == 0 &&
+           view.head_stride % 8 == 0 && (view.ragged || view.row_stride % 8 == 0);
+}
+
+// How the query rows of a call are cut into blocks.
+template <class C>
+struct Cut {
+    int64_t tiles, items;  // of the rows of a sequence and KV head; of all
+    int64_t room, most;    // blocks beside each other on the GPU; parts that a sequence can have
+    Cut(const Layer& layer, int32_t rows, int32_t max_count, int32_t multiprocessors)
+        : tiles((static_cast<int64_t>(max_count) * ratio(layer) + C::kRows - 1) / C::kRows),
+          items(tiles * rows * layer.key.heads),
+          room(int64_t{multiprocessors} * C::kBlocks),
+          most((layer.max_tokens + max_count) / (C::kTokens * kLeastPieces)) {}
+    // Where blocks do not fill the GPU, they share: as many parts as fit.
+    int32_t parts() const { return static_cast<int32_t>(std::max(int64_t{1}, std::min(room / items, most))); }
+    // An upper bound of the blocks that share, for fewer rows too.
+    int64_t sharing() const { return most > 1 ? std::min(room, items * most) : 0; }
+};
+
+}  // namespace
+
+bool prefill_takes(const AttendArgs& args) {
+    const Layer& layer = args.layer;
+    const int32_t dtype = layer.key.window_dtype;
+    bool served = false;
+    with_config(layer.key, true, [&](auto) { served = true; });
+    if (!served) return false;
+    if (args.q.dtype != dtype || !aligned(args.q)) return false;
+    if (args.k && (args.k.dtype != dtype || args.v.dtype != dtype || !aligned(args.k) || !aligned(args.v))) return false;
+    return (layer.max_tokens + args.batch.max_count) * int64_t{ratio(layer)} < kMaxTokens;
+}
+
+void prepare_prefill(const TensorStore& key) {
+    for (const bool few : {false, true}) {
+        with_config(key, few, [](auto config) {
+            using C = decltype(config);
+            prepare_kernel(prompt::prefill_kernel<C>, sizeof(prompt::SharedStorage<C>));
+            prepare_kernel(prompt::add_parts_kernel<C>, 0);
+        });
+    }
+}
+
+size_t prefill_workspace(const Layer& layer, int32_t rows, int32_t max_count, int32_t multiprocessors) {
+    int64_t floats = 0;
+    for (const bool few : {true, false}) {
+        if (!few && few_rows(layer, max_count)) break;
+        with_config(layer.key, few, [&](auto config) {
+            using C = decltype(config);
+            const Cut<C> cut(layer, rows, max_count, multiprocessors);
+            floats = std::max(floats, prompt::Partials<C>::floats(cut.sharing()));
+        });
+    }
+    return floats * sizeof(float);
+}
+
+void prefill(const AttendArgs& args, int32_t multiprocessors, Stream stream) {
+    const Layer& layer = args.layer;
+    with_config(layer.key, few_rows(layer, args.batch.max_count), [&](auto config) {
+        using C = decltype(config);
+        const Cut<C> cut(layer, args.batch.size, args.batch.max_count, multiprocessors);
+        const unsigned heads = layer.key.heads, rows = args.batch.size;
+        const prompt::Args p{args, static_cast<int32_t>(cut.tiles), cut.parts(),
+                             prompt::PackedPiece(FragmentSizes(layer.key.spec(), layer.key.dim),
+                                                 FragmentSizes(layer.value.spec(), layer.value.dim))};
+        prompt::prefill_kernel<C><<<dim3(p.tiles * p.parts, heads, rows), C::kThreads,
+                                    sizeof(prompt::SharedStorage<C>), stream>>>(p);
+        if (p.parts == 1) return;
+        constexpr int kWarps = prompt::kAddThreads / kWarp;
+        const unsigned query_rows = args.batch.max_count * ratio(layer);
+        prompt::add_parts_kernel<C><<<dim3((query_rows + kWarps - 1) / kWarps, heads, rows), prompt::kAddThreads, 0,
+                                      stream>>>(p);
+    });
+}
+
+}  // namespace kivi::cuda

@@ -1,0 +1,15 @@
+// Attention over the fragment order of pages for what decode.h does not take: many query rows (prompts in pieces, drafts
+// of several tokens), keys and values of the call, windows, soft caps, learned sinks. What the host calls.
+#pragma once
+#include "cuda/launch.h"
+
+namespace kivi::cuda {
+
+// Whether a call on such a layer can be taken: q, and keys and values of the call, in the window dtype and aligned.
+bool prefill_takes(const AttendArgs& args);
+
+void prepare_prefill(const TensorStore& key);
+size_t prefill_workspace(const Layer& layer, int32_t rows, int32_t max_count, int32_t multiprocessors);
+void prefill(const AttendArgs& args, int32_t multiprocessors, Stream stream);
+
+}  // namespace kivi::cuda

@@ -1,0 +1,354 @@
+// Queries, scores, softmax and weighted values of a warp's rows.
+//
+// Queries are the A operands, keys and values the B operands: a register pair of an operand of fragment_order.h
+// serves eight tokens, or eight channels, whose order is that of the other product too:
+//
+//   thread            row = lane / 4 and row + 8 of each row tile; column = lane % 4
+//   score tile        unit u, half h: its columns 2 column + 0, 1 are tokens 8 column + 4 h + 2 u + 0, 1 of a block
+//   output tile       step j, half e: its columns 2 column + k are channels 32 (j / 2) + 8 column + 4 k + 2 (j % 2) + e
+#pragma once
+#include "cuda/attend_results.cuh"
+#include "cuda/batch.cuh"
+#include "cuda/decode_instructions.cuh"
+#include "cuda/decode_queries.cuh"
+#include "cuda/prefill_tiles.cuh"
+
+namespace kivi::cuda::prompt {
+
+template <class C>
+struct State {
+    float out[C::kRowTiles][2 * C::kSteps][4];  // sum of p * values * 2^-kDown
+    uint32_t unset;  // bit 2 tile + half: no visible token has been seen, so that the reference is not known
+};
+
+template <class C>
+__device__ __forceinline__ void clear(State<C>& s, SharedStorage<C>& shared) {
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+        for (int n = 0; n < 2 * C::kSteps; ++n) s.out[r][n][0] = s.out[r][n][1] = s.out[r][n][2] = s.out[r][n][3] = 0.0f;
+        for (int h = 0; h < 2; ++h) shared.softmax[threadIdx.x][r][h] = {0.0f, 0.0f};
+    }
+    s.unset = (1u << (2 * C::kRowTiles)) - 1;
+}
+
+// ---- Queries ----
+
+// By the whole block: its rows of q as operands, times 2^-exponent so that they fit fp16, whatever the rotation has
+// made of them. Rows that do not exist are zeros.
+template <class C>
+__device__ __forceinline__ void load_queries(const AttendArgs& args, SharedStorage<C>& shared, int head,
+                                             bool rotated) {
+    const RowArg row = shared.row;
+    const int first_row = shared.visible.first_row;
+    const int lane = fresh_lane();
+    const int rows = row.count * ratio(args.layer);
+#pragma unroll 1
+    for (int tile = fresh_warp(); tile < C::kRows / 16; tile += C::kWarps) {
+#pragma unroll 1
+        for (int half = 0; half < 2; ++half) {
+            const int r = 16 * tile + 8 * half + lane / 4;
+            const bool exists = first_row + r < rows;
+            const Query query(args, row, Span{}, head, exists ? first_row + r : 0);
+            const uint4* const from = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(args.q.data) +
+                                                                     query.in(args.q, row)) + lane % 4;
+            float x[C::kPairs][8];
+#pragma unroll
+            for (int i = 0; i < C::kPairs; ++i) {
+                const uint4 v = exists ? from[4 * i] : make_uint4(0, 0, 0, 0);
+                const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    const float2 pair = fast::from_pair<C::kBf16>(w[k]);
+                    x[i][2 * k] = pair.x, x[i][2 * k + 1] = pair.y;
+                }
+            }
+            if (rotated) fast::rotate<C>(x, lane);
+            float largest = 0;
+#pragma unroll
+            for (int i = 0; i < C::kPairs; ++i) {
+#pragma unroll
+                for (int k = 0; k < 8; ++k) largest = fmaxf(largest, fabsf(x[i][k]));
+            }
+            largest = fmaxf(largest, __shfl_xor_sync(fast::kAll, largest, 1));
+            largest = fmaxf(largest, __shfl_xor_sync(fast::kAll, largest, 2));
+            const int exponent = min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 126, -90), 90);
+            const float down = __uint_as_float(static_cast<unsigned>(127 - exponent) << 23);
+            if (lane % 4 == 0) shared.unit[r] = __uint_as_float(static_cast<unsigned>(127 + exponent) << 23);
+            Operand* const to = shared.queries[tile / C::kRowTiles][tile % C::kRowTiles];
+#pragma unroll
+            for (int i = 0; i < C::kPairs; ++i) {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {  // step 2 i + k % 2, half k / 2 of the depth
+                    to[2 * i + k % 2][lane][half + k / 2 * 2] =
+                        fast::to_pair(x[i][2 * k] * down, x[i][2 * k + 1] * down);
+                }
+            }
+        }
+    }
+}
+
+// An fp16 operand as bf16.
+__device__ __forceinline__ uint4 to_bf16(uint4 a) {
+    const auto convert = [](uint32_t x) {
+        const float2 pair = fast::from_pair(x);
+        return fast::to_pair<true>(pair.x, pair.y);
+    };
+    return make_uint4(convert(a.x), convert(a.y), convert(a.z), convert(a.w));
+}
+
+__device__ __forceinline__ uint4 load16(const uint32_t (&from)[4]) { return *reinterpret_cast<const uint4*>(from); }
+
+template <bool BF16>
+__device__ __forceinline__ void mma(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
+    fast::mma<BF16>(c, a.x, a.y, a.z, a.w, b0, b1);
+}
+
+// ---- Softmax ----
+
+// p is formed relative to (largest score + kHeadroom), in powers of two: a later score may exceed the largest one by
+// this much before anything has to be rescaled. Not a whole number: where all scores are nearly equal, p would sit just
+// below a power of two and always be rounded the same way.
+constexpr float kHeadroom = 1.5f;
+
+// Makes sure that no score exceeds the reference exponents, that is, that all relative scores are <= 0; if not, moves
+// the references and rescales what has been summed.
+template <class C>
+__device__ __forceinline__ void update_references(State<C>& s, SharedStorage<C>& shared, float (&score)[C::kRowTiles][2 * C::kUnits][4]) {
+    uint32_t negative = s.unset ? 0u : fast::kAll;
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+        for (int n = 0; n < 2 * C::kUnits; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) negative &= __float_as_uint(score[r][n][e]);
+        }
+    }
+    if (!rarely(__any_sync(fast::kAll, static_cast<int>(negative) >= 0))) return;
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float largest = -infinity();
+#pragma unroll
+            for (int n = 0; n < 2 * C::kUnits; ++n) largest = fmaxf(largest, fmaxf(score[r][n][2 * h], score[r][n][2 * h + 1]));
+            largest = fmaxf(largest, __shfl_xor_sync(fast::kAll, largest, 1));
+            largest = fmaxf(largest, __shfl_xor_sync(fast::kAll, largest, 2));
+            const uint32_t bit = 1u << (2 * r + h);
+            // A row that has seen no visible token keeps its reference of 0 and p of 0, and stays unset.
+            const float up = ((s.unset & bit) != 0 ? largest > -infinity() : largest > 0.0f) ? largest + kHeadroom : 0.0f;
+            if (largest > -infinity()) s.unset &= ~bit;
+            Softmax& softmax = shared.softmax[threadIdx.x][r][h];
+            softmax.reference += up;
+            const float down = fast::exp2_fast(fminf(-up, 0.0f));  // (if it was unset, all sums are 0)
+            softmax.sum *= down;
+#pragma unroll
+            for (int n = 0; n < 2 * C::kUnits; ++n) score[r][n][2 * h] -= up, score[r][n][2 * h + 1] -= up;
+#pragma unroll
+            for (int n = 0; n < 2 * C::kSteps; ++n) s.out[r][n][2 * h] *= down, s.out[r][n][2 * h + 1] *= down;
+        }
+    }
+}
+
+// ---- One piece ----
+
+// BF16: the operands are bf16.
+template <class C, bool BF16>
+__device__ __forceinline__ void multiply(State<C>& s, SharedStorage<C>& shared, const Piece& piece,
+                                         const AttendArgs& args) {
+    constexpr int kTiles = 2 * C::kUnits;
+    const int lane = fresh_lane(), warp = fresh_warp();
+    const int row_warp = warp % C::kRowWarps, first_unit = warp / C::kRowWarps * C::kUnits;
+    const int row = lane >> 2, column = lane & 3;
+    const bool packed = piece.kind == Kind::page;
+
+    // Products with the codes, and with the key mins. The latter have a column for each block, even columns the first,
+    // odd ones the second; a warp with tokens of one block only has it in all of them.
+    float score[C::kRowTiles][kTiles][4], term[C::kRowTiles][4];
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) {
+        term[r][0] = term[r][1] = term[r][2] = term[r][3] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) score[r][n][0] = score[r][n][1] = score[r][n][2] = score[r][n][3] = 0.0f;
+    }
+    const int mins_of = C::kUnits == C::kPieceUnits ? row % 2 : first_unit / 2;
+    const uint8_t* const mins = reinterpret_cast<const uint8_t*>(shared.mins[mins_of]) + column * 16;
+#pragma unroll
+    for (int i = 0; i < C::kPairs; ++i) {
+        const uint4 m = fast::load16(mins + i * 64);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            uint4 q[C::kRowTiles];
+#pragma unroll
+            for (int r = 0; r < C::kRowTiles; ++r) {
+                q[r] = load16(shared.queries[row_warp][r][2 * i + k][lane]);
+                mma<false>(term[r], q[r], k ? m.z : m.x, k ? m.w : m.y);
+                if constexpr (BF16) q[r] = to_bf16(q[r]);
+            }
+#pragma unroll
+            for (int u = 0; u < C::kUnits; ++u) {
+                const uint4 b = load16(shared.keys[first_unit + u][2 * i + k][lane]);
+#pragma unroll
+                for (int r = 0; r < C::kRowTiles; ++r) {
+                    mma<BF16>(score[r][2 * u], q[r], b.x, b.y);
+                    mma<BF16>(score[r][2 * u + 1], q[r], b.z, b.w);
+                }
+            }
+        }
+    }
+
+    // Scores in exponents of 2, relative to the references. Values of windows are not times 2^-kDown: their p are.
+    const float shift = packed ? 0.0f : static_cast<float>(C::kDown);
+    if (rarely(!packed)) {
+        // A non-finite key must not hide behind exp(-inf) or the soft cap: [ATTEND-4].
+#pragma unroll
+        for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) score[r][n][e] = fmaf(score[r][n][e], 0.0f, score[r][n][e]);
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float plain = args.scale * kLog2E * shared.unit[row_warp * C::kWarpRows + 16 * r + 8 * h + row];
+            const float f = packed ? plain * (1 << C::kDown) : plain;
+            const float reference = shared.softmax[threadIdx.x][r][h].reference + shift;
+            if (rarely(args.soft_cap > 0.0f)) {
+                // cap * tanh(x / cap) = cap - 2 cap / (1 + e^(2 x / cap))
+                const float cap = args.soft_cap * kLog2E, slope = __fdividef(2.0f, args.soft_cap);
+#pragma unroll
+                for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        float& x = score[r][n][2 * h + e];
+                        const float power = fast::exp2_fast(
+                            fmaf(x, f, term[r][2 * h + (n >= kTiles / 2 ? 1 : 0)] * plain) * slope);
+                        x = cap - reference - __fdividef(2.0f * cap, 1.0f + power);
+                    }
+                }
+            } else {
+#pragma unroll
+                for (int n = 0; n < kTiles; ++n) {
+                    const float bias = fmaf(term[r][2 * h + (n >= kTiles / 2 ? 1 : 0)], plain, -reference);
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) score[r][n][2 * h + e] = fmaf(score[r][n][2 * h + e], f, bias);
+                }
+            }
+        }
+    }
+    if (rarely(!shared.visible.whole(piece, C::kTokens))) {
+#pragma unroll
+        for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const Visible::Range range = shared.visible.of(piece, row_warp * C::kWarpRows + 16 * r + 8 * h + row);
+#pragma unroll
+                for (int n = 0; n < kTiles; ++n) {
+                    const int unit = first_unit + n / 2;
+                    const int token = unit / 2 * kBlockTokens + 8 * column + 4 * (n % 2) + 2 * (unit % 2);
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        if (token + e < range.begin || token + e >= range.end) score[r][n][2 * h + e] = -infinity();
+                    }
+                }
+            }
+        }
+    }
+    update_references(s, shared, score);
+
+    // p, and its sum. p of windows is times 2^-kDown.
+    uint32_t p[C::kRowTiles][kTiles][2];
+    const float up = packed ? 1.0f : static_cast<float>(1 << C::kDown);
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float sum = 0;
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n) {
+                const float a = fast::exp2_fast(score[r][n][2 * h]), b = fast::exp2_fast(score[r][n][2 * h + 1]);
+                p[r][n][h] = fast::to_pair<BF16>(a, b);
+                sum += a + b;
+            }
+            float& whole = shared.softmax[threadIdx.x][r][h].sum;
+            whole = fmaf(sum, up, whole);
+        }
+    }
+#pragma unroll
+    for (int u = 0; u < C::kUnits; ++u) {
+#pragma unroll
+        for (int j = 0; j < C::kSteps; ++j) {
+            const uint4 b = load16(shared.values[first_unit + u][j][lane]);
+#pragma unroll
+            for (int r = 0; r < C::kRowTiles; ++r) {
+                const uint4 a = make_uint4(p[r][2 * u][0], p[r][2 * u][1], p[r][2 * u + 1][0], p[r][2 * u + 1][1]);
+                mma<BF16>(s.out[r][2 * j], a, b.x, b.y);
+                mma<BF16>(s.out[r][2 * j + 1], a, b.z, b.w);
+            }
+        }
+    }
+}
+
+// ---- Results ----
+
+// visit(index of a row among the warp's, its channels 32 i + 8 column + 0..7) for the thread's rows.
+template <class C, class Visit>
+__device__ __forceinline__ void for_rows(State<C>& s, const Visit& visit) {
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float x[C::kPairs][8];
+#pragma unroll
+            for (int i = 0; i < C::kPairs; ++i) {
+#pragma unroll
+                for (int k = 0; k < 8; ++k) x[i][k] = s.out[r][2 * (2 * i + k % 4 / 2) + k % 2][2 * h + k / 4];
+            }
+            visit(r, h, x);
+        }
+    }
+}
+
+// What has been summed of rotated values, in the basis of the caller.
+template <class C>
+__device__ __forceinline__ void rotate_back(State<C>& s) {
+    const int lane = fresh_lane();
+    for_rows(s, [&](int r, int h, float (&x)[C::kPairs][8]) {
+        fast::rotate<C>(x, lane);
+#pragma unroll
+        for (int i = 0; i < C::kPairs; ++i) {
+#pragma unroll
+            for (int k = 0; k < 8; ++k) s.out[r][2 * (2 * i + k % 4 / 2) + k % 2][2 * h + k / 4] = x[i][k];
+        }
+    });
+}
+
+template <class C>
+__device__ __forceinline__ void deposit(State<C>& s, const SharedStorage<C>& shared, Results<C>& results) {
+    const int lane = fresh_lane(), warp = fresh_warp();
+    const int token_warp = warp / C::kRowWarps, first = warp % C::kRowWarps * C::kWarpRows + lane / 4;
+    for_rows(s, [&](int r, int h, float (&x)[C::kPairs][8]) {
+        const int row = first + 16 * r + 8 * h;
+        const Softmax softmax = shared.softmax[threadIdx.x][r][h];
+        float sum = softmax.sum;
+        sum += __shfl_xor_sync(fast::kAll, sum, 1);
+        sum += __shfl_xor_sync(fast::kAll, sum, 2);
+        const bool none = (s.unset >> (2 * r + h) & 1) != 0 && sum == 0.0f;
+        if (lane % 4 == 0) {
+            results.sums[token_warp][row] = make_float2(none ? -infinity() : softmax.reference, sum);
+        }
+        constexpr float kUp = 1 << C::kDown;
+#pragma unroll
+        for (int i = 0; i < C::kPairs; ++i) {
+            float4* const to = reinterpret_cast<float4*>(&results.rows[token_warp][row][32 * i + lane % 4 * 8]);
+            to[0] = make_float4(x[i][0] * kUp, x[i][1] * kUp, x[i][2] * kUp, x[i][3] * kUp);
+            to[1] = make_float4(x[i][4] * kUp, x[i][5] * kUp, x[i][6] * kUp, x[i][7] * kUp);
+        }
+    });
+}
+
+}  // namespace kivi::cuda::prompt

@@ -1,0 +1,350 @@
+// Many query rows over packed pasts on a GPU against the CPU: every instance, ragged batches, causal edges, masks,
+// tokens of the call, contexts that several blocks share, replayed graphs.
+#define DOCTEST_CONFIG_IMPLEMENT
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "gpu_support.h"
+#include "instances.h"
+
+using namespace gpu_test;
+
+namespace {
+
+struct Serving {
+    int kv_heads, q_heads, sink, recent, flush, max_tokens;
+    bool rotated_keys, rotated_values;
+};
+
+kivi_config config_for(const Instance& instance, const Serving& serving, int sequences) {
+    const auto spec_of = [](int bits, int axis, int group, bool rotated) {
+        kivi_spec spec{};
+        spec.bits = bits;
+        spec.axis = axis;
+        spec.group = group;
+        spec.transform = rotated ? KIVI_TRANSFORM_HADAMARD : KIVI_TRANSFORM_NONE;
+        return spec;
+    };
+    kivi_config config;
+    kivi_config_init(&config, sizeof config);
+    config.layer_count = 1;
+    config.layer.kv_heads = serving.kv_heads;
+    config.layer.q_heads = serving.q_heads;
+    config.layer.key_dim = config.layer.value_dim = instance.dim;
+    config.layer.k = spec_of(instance.key_bits, KIVI_AXIS_CHANNEL, instance.key_group, serving.rotated_keys);
+    config.layer.v = spec_of(instance.value_bits, KIVI_AXIS_TOKEN, instance.value_group, serving.rotated_values);
+    config.max_sequences = sequences;
+    config.max_tokens = serving.max_tokens;
+    config.sink = serving.sink;
+    config.recent = serving.recent;
+    config.flush = serving.flush;
+    config.threads = 8;
+    return config;
+}
+
+// How a call differs from the plain one.
+struct Ask {
+    float q_scale = 1, scale = 0, soft_cap = 0;
+    int64_t window_left = -1;
+    bool fresh = false, learned_sinks = false;
+};
+
+// The same tokens in both, and the same queries to both.
+class Pair {
+  public:
+    Pair(const Instance& instance, const Serving& serving, const std::vector<int>& lengths, uint64_t flags = 0)
+        : Pair(config_for(instance, serving, static_cast<int>(lengths.size())), flags) {
+        for (size_t s = 0; s < lengths.size(); ++s) append(static_cast<int32_t>(s), lengths[s]);
+    }
+
+    void append(int32_t sequence, int count) {
+        if (count == 0) return;
+        Floats k(rows(count)), v(rows(count));
+        append(sequence, count, k, v);
+    }
+    void append(int32_t sequence, int count, Floats& k, Floats& v) {
+        const kivi_batch batch = batch_of(1, &sequence, nullptr, count);
+        for (Cache* cache : {&cpu, &gpu}) {
+            const kivi_tensor keys = k.view(cache->device, {1, count, kv_heads, dim});
+            const kivi_tensor values = v.view(cache->device, {1, count, kv_heads, dim});
+            KIVI_OK_(kivi_append(*cache, 0, &batch, &keys, &values, nullptr));
+        }
+        CUDA_OK(cudaDeviceSynchronize());
+    }
+    std::vector<float> rows(int64_t tokens) { return numbers.rows(tokens * kv_heads, dim); }
+
+    // counts[s] queries to sequence s; compares out and LSE (unless scores are so large that they need not be alike), and
+    // that a second call gives the same bits.
+    std::vector<float> compare(const std::vector<int32_t>& counts, const Ask& ask = {}, bool alike = true) {
+        CAPTURE(counts.front());
+        CAPTURE(ask.window_left);
+        CAPTURE(ask.fresh);
+        const int batch_rows = static_cast<int>(counts.size());
+        const int64_t tokens = std::accumulate(counts.begin(), counts.end(), int64_t{0}), heads = tokens * q_heads;
+        int most = 0;
+        for (int32_t count : counts) most = std::max(most, count);
+        std::vector<float> queries = numbers.rows(heads, dim);
+        for (float& x : queries) x *= ask.q_scale;
+        Halfs q(queries), out(heads * dim), k(rows(tokens)), v(rows(tokens));
+        Floats lse(heads), wide(heads * dim), wide_lse(heads), sinks(numbers.rows(1, q_heads));
+        const kivi_batch batch = batch_of(batch_rows, nullptr, counts.data(), most);
+        const auto call = [&](const Cache& cache, const kivi_tensor& to, Floats& to_lse, const Workspace& workspace) {
+            const kivi_tensor in = q.view(cache.device, {tokens, q_heads, dim});
+            const kivi_tensor sums = to_lse.view(cache.device, {tokens, q_heads});
+            const kivi_tensor keys = k.view(cache.device, {tokens, kv_heads, dim});
+            const kivi_tensor values = v.view(cache.device, {tokens, kv_heads, dim});
+            kivi_attend_params params;
+            kivi_attend_params_init(&params, sizeof params);
+            params.scale = ask.scale;
+            params.soft_cap = ask.soft_cap;
+            params.window_left = ask.window_left;
+            params.lse = &sums;
+            if (ask.fresh) params.k = &keys, params.v = &values;
+            if (ask.learned_sinks) params.learned_sinks = cache.device == KIVI_CPU ? sinks.host.data() : sinks.device();
+            KIVI_OK_(kivi_attend(cache, 0, &batch, &in, &to, &params, workspace.data, workspace.bytes, nullptr));
+        };
+        const Workspace on_cpu(cpu, batch_rows, most), on_gpu(gpu, batch_rows, most);
+        call(cpu, wide.view(KIVI_CPU, {tokens, q_heads, dim}), wide_lse, on_cpu);
+        std::vector<float> result;
+        for (int turn = 0; turn < 2; ++turn) {
+            const kivi_tensor to = out.view(KIVI_CUDA, {tokens, q_heads, dim});
+            CUDA_OK(cudaMemset(to.data, 0xFF, out.host.size() * 2));
+            call(gpu, to, lse, on_gpu);
+            CUDA_OK(cudaDeviceSynchronize());
+            const std::vector<float> again = out.download();
+            if (turn > 0) CHECK(again == result);
+            result = again;
+        }
+        if (alike) check(result, wide.host, lse.download(), wide_lse.host);
+        return result;
+    }
+
+    Cache cpu, gpu;
+    const int kv_heads, q_heads, dim;
+    Numbers numbers{17};
+
+  private:
+    Pair(const kivi_config& config, uint64_t flags)
+        : cpu(with_flags(config, flags), KIVI_CPU), gpu(config, KIVI_CUDA), kv_heads(config.layer.kv_heads),
+          q_heads(config.layer.q_heads), dim(config.layer.key_dim) {
+        kivi_support support{};
+        kivi_config on_gpu = config;
+        on_gpu.device = KIVI_CUDA;
+        KIVI_OK_(kivi_query_support(&on_gpu, 0, &support, sizeof support));
+        INFO(support.reason);
+        REQUIRE(support.attend_path == KIVI_PATH_FAST);
+    }
+    static kivi_config with_flags(kivi_config config, uint64_t flags) {
+        config.flags = flags;
+        return config;
+    }
+
+    void check(const std::vector<float>& result, const std::vector<float>& expected, const std::vector<float>& lse,
+               const std::vector<float>& expected_lse) const {
+        CHECK(relative_error(result, expected) < 2e-3);
+        double worst_row = 0, worst_lse = 0;
+        for (size_t row = 0; row < lse.size(); ++row) {
+            if (std::isinf(expected_lse[row])) {
+                CHECK(lse[row] == expected_lse[row]);
+            } else {
+                const double unit = std::fmax(1.0, std::fabs(expected_lse[row]));
+                worst_lse = std::fmax(worst_lse, std::fabs(double(lse[row]) - expected_lse[row]) / unit);
+            }
+            const auto row_of = [&](const std::vector<float>& x) {
+                return std::vector<float>(x.begin() + row * dim, x.begin() + (row + 1) * dim);
+            };
+            worst_row = std::fmax(worst_row, relative_error(row_of(result), row_of(expected)));
+        }
+        CHECK(worst_lse < 1e-3);
+        CHECK(worst_row < 1e-2);
+    }
+};
+
+}  // namespace
+
+TEST_CASE("every instance: ragged batches, sinks and tails, ratios, more queries than tokens") {
+    for (const Instance& instance : kInstances) {
+        CAPTURE(instance.name);
+        const int unit = instance.key_group;
+        int turn = 0;
+        for (const Serving& serving :
+             {Serving{2, 8, 0, 0, unit, 3000, false, false}, Serving{2, 2, unit, 96, unit, 3000, true, false},
+              Serving{1, 16, 2 * unit, 72, unit, 3000, false, true}, Serving{3, 6, unit, 5, unit, 3000, true, true}}) {
+            CAPTURE(turn++);
+            Pair pair(instance, serving, {0, 3, 64, 333, 1000, 2900});
+            pair.compare({40, 17, 1, 0, 100, 33});
+            pair.compare({3, 9, 4, 9, 2, 9});
+            pair.compare({5, 0, 64, 65, 0, 127}, {0.05f, 0, 0, -1, true});
+        }
+    }
+}
+
+TEST_CASE("windows, soft caps, learned sinks, scales, and tokens of the call") {
+    for (const Instance& instance : {kInstances[3], kInstances[8]}) {
+        CAPTURE(instance.name);
+        const int unit = instance.key_group;
+        Pair pair(instance, {2, 8, unit, 40, unit, 1200, true, true}, {0, 100, 1000});
+        for (const bool fresh : {false, true}) {
+            for (const int64_t window : {0, 1, 31, 64, 200, 2000}) pair.compare({20, 30, 70}, {1, 0, 0, window, fresh});
+            pair.compare({20, 30, 70}, {1, 0, 3, -1, fresh});
+            pair.compare({20, 30, 70}, {1, 0, 30, 100, fresh, true});
+            pair.compare({9, 0, 5}, {1, 0.3f, 0, -1, fresh, true});
+            pair.compare({1, 1, 1}, {1, 0, 20, 50, fresh, true});
+            pair.compare({1, 1, 1}, {1, 0, 0, -1, fresh});
+        }
+    }
+}
+
+TEST_CASE("double precision") {
+    const Instance& instance = kInstances[3];
+    Pair pair(instance, {2, 8, 64, 40, 64, 1200, false, true}, {100, 700}, KIVI_CACHE_REFERENCE);
+    pair.compare({10, 50});
+    pair.compare({3, 50}, {1, 0, 0, -1, true});
+}
+
+TEST_CASE("long contexts, which several blocks share") {
+    for (const Instance& instance : {kInstances[0], kInstances[2], kInstances[3], kInstances[7]}) {
+        CAPTURE(instance.name);
+        Pair pair(instance, {2, 8, instance.key_group, 96, instance.key_group, 20200, false, true}, {20000});
+        for (const int count : {3, 5, 16, 128}) pair.compare({count});
+        pair.compare({32}, {1, 0, 0, -1, true});
+        pair.compare({32}, {1, 0, 0, 5000, true});
+    }
+}
+
+TEST_CASE("a captured chunk of a prompt replays while lengths advance, in a workspace that others write to") {
+    for (const bool fresh : {false, true}) {
+        const Instance& instance = kInstances[3];
+        const Serving serving{2, 8, 64, 64, 64, 3000, false, true};
+        Pair pair(instance, serving, {300, 10});
+        const int rows = 2, count = 40, dim = instance.dim, steps = 40;
+        for (int32_t id : {0, 1}) KIVI_OK_(kivi_sequence_reserve(pair.gpu, id, 3000, nullptr));
+        Halfs k(int64_t{rows} * count * serving.kv_heads * dim), v(int64_t{rows} * count * serving.kv_heads * dim);
+        Halfs q(int64_t{rows} * count * serving.q_heads * dim), out(int64_t{rows} * count * serving.q_heads * dim);
+        Floats wide(int64_t{rows} * count * serving.q_heads * dim);
+        const kivi_batch batch = batch_of(rows, nullptr, nullptr, count);
+        const Workspace on_cpu(pair.cpu, rows, count), on_gpu(pair.gpu, rows, count);
+        const auto step = [&](const Cache& cache, const Workspace& workspace, kivi_stream stream) {
+            const kivi_tensor keys = k.view(cache.device, {rows, count, serving.kv_heads, dim});
+            const kivi_tensor values = v.view(cache.device, {rows, count, serving.kv_heads, dim});
+            const kivi_tensor queries = q.view(cache.device, {rows, count, serving.q_heads, dim});
+            const kivi_tensor result = cache.device == KIVI_CPU
+                                           ? wide.view(KIVI_CPU, {rows, count, serving.q_heads, dim})
+                                           : out.view(KIVI_CUDA, {rows, count, serving.q_heads, dim});
+            kivi_attend_params params;
+            kivi_attend_params_init(&params, sizeof params);
+            if (fresh) params.k = &keys, params.v = &values;
+            if (!fresh) KIVI_OK_(kivi_append(cache, 0, &batch, &keys, &values, stream));
+            KIVI_OK_(kivi_attend(cache, 0, &batch, &queries, &result, &params, workspace.data, workspace.bytes, stream));
+            if (fresh) KIVI_OK_(kivi_append(cache, 0, &batch, &keys, &values, stream));
+        };
+        cudaStream_t stream;
+        CUDA_OK(cudaStreamCreate(&stream));
+        CUDA_OK(cudaDeviceSynchronize());
+        cudaGraph_t graph;
+        cudaGraphExec_t exec;
+        CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+        step(pair.gpu, on_gpu, stream);
+        CUDA_OK(cudaStreamEndCapture(stream, &graph));
+        CUDA_OK(cudaGraphInstantiate(&exec, graph, 0));
+        for (int i = 0; i < steps; ++i) {
+            k.set(pair.rows(rows * count)), v.set(pair.rows(rows * count));
+            q.set(pair.numbers.rows(int64_t{rows} * count * serving.q_heads, dim));
+            if (i % 3 == 0) CUDA_OK(cudaMemset(on_gpu.data, i, on_gpu.bytes));
+            CUDA_OK(cudaDeviceSynchronize());
+            CUDA_OK(cudaGraphLaunch(exec, stream));
+            CUDA_OK(cudaStreamSynchronize(stream));
+            step(pair.cpu, on_cpu, nullptr);
+            CAPTURE(i);
+            CHECK(relative_error(out.download(), wide.host) < 3e-3);
+        }
+        KIVI_OK_(kivi_synchronize(pair.gpu, stream));
+        for (int32_t id : {0, 1}) CHECK(pair.gpu.blob(id, stream) == pair.cpu.blob(id));
+        CUDA_OK(cudaGraphExecDestroy(exec));
+        CUDA_OK(cudaGraphDestroy(graph));
+        CUDA_OK(cudaStreamDestroy(stream));
+    }
+}
+
+TEST_CASE("extremes: a key channel at 7000 with queries of 40, a value channel at 60000, both ends of fp16") {
+    for (const Instance& instance : {kInstances[0], kInstances[3], kInstances[7]}) {
+        CAPTURE(instance.name);
+        Pair pair(instance, {2, 8, instance.key_group, 32, instance.key_group, 1200, false, false}, {0});
+        std::vector<float> keys = pair.rows(1000), values = pair.rows(1000);
+        for (size_t i = 5; i < keys.size(); i += instance.dim) keys[i] = 7000.0f + keys[i], values[i + 1] = 60000.0f;
+        for (size_t i = 9; i < keys.size(); i += 2 * instance.dim) {
+            keys[i] = keys[i] > 0 ? 65504.0f : -65504.0f;
+            values[i] = values[i] > 0 ? 65504.0f : -65504.0f;
+        }
+        Floats k(keys), v(values);
+        pair.append(0, 1000, k, v);
+        pair.compare({50}, {1e-4f});
+        for (float x : pair.compare({50}, {40.0f}, false)) REQUIRE(std::isfinite(x));
+    }
+}
+
+TEST_CASE("keys and values that are not finite reach the queries that see them, and no other") {
+    for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
+                            -std::numeric_limits<float>::infinity()}) {
+        for (const int at : {10, 500, 930, 985}) {  // sink, page, tail, among the queries' own positions
+            CAPTURE(bad);
+            CAPTURE(at);
+            const Instance& instance = kInstances[0];
+            const int dim = instance.dim, length = 1000, count = 40, q_heads = 8;
+            const kivi_config config = config_for(instance, {2, q_heads, 32, 96, 32, 1200, false, false}, 2);
+            const Cache gpu(config, KIVI_CUDA);
+            Numbers numbers(3);
+            const std::vector<float> keys = numbers.rows(length * 2, dim), values = numbers.rows(length * 2, dim);
+            std::vector<float> bad_keys = keys;
+            bad_keys[(at * 2 + 1) * dim + 7] = bad;  // of head 1
+            Floats k(keys), hurt_k(bad_keys), v(values);
+            for (int32_t sequence : {0, 1}) {
+                const kivi_batch batch = batch_of(1, &sequence, nullptr, length);
+                const kivi_tensor of_keys = (sequence ? hurt_k : k).view(KIVI_CUDA, {1, length, 2, dim});
+                const kivi_tensor of_values = v.view(KIVI_CUDA, {1, length, 2, dim});
+                KIVI_OK_(kivi_append(gpu, 0, &batch, &of_keys, &of_values, nullptr));
+            }
+            Halfs q(numbers.rows(count * q_heads, dim));
+            const Workspace workspace(gpu, 1, count);
+            for (const int64_t window : {int64_t{-1}, int64_t{8}}) {
+                CAPTURE(window);
+                std::vector<std::vector<float>> results;
+                for (int32_t sequence : {0, 1}) {
+                    Halfs out(int64_t{count} * q_heads * dim);
+                    const kivi_batch batch = batch_of(1, &sequence, nullptr, count);
+                    const kivi_tensor in = q.view(KIVI_CUDA, {1, count, q_heads, dim});
+                    const kivi_tensor to = out.view(KIVI_CUDA, {1, count, q_heads, dim});
+                    kivi_attend_params params;
+                    kivi_attend_params_init(&params, sizeof params);
+                    params.window_left = window;
+                    KIVI_OK_(kivi_attend(gpu, 0, &batch, &in, &to, &params, workspace.data, workspace.bytes, nullptr));
+                    CUDA_OK(cudaDeviceSynchronize());
+                    results.push_back(out.download());
+                }
+                // In a page the whole group is damaged.
+                const int first = at == 500 ? 480 : at, last = at == 500 ? 511 : at;
+                int wrong = 0;
+                for (size_t i = 0; i < results[0].size(); ++i) {
+                    const int token = static_cast<int>(i / (q_heads * dim)), head = static_cast<int>(i / dim % q_heads);
+                    const int newest = length - count + token;
+                    const bool sees = head >= q_heads / 2 && first <= newest && (window < 0 || last >= newest - window);
+                    if (sees ? !std::isnan(results[1][i]) : results[1][i] != results[0][i]) ++wrong;
+                }
+                CHECK(wrong == 0);
+            }
+        }
+    }
+}
+
+TEST_CASE("sanitized: a few rows, many rows, tokens of the call") {
+    Pair pair(kInstances[3], {1, 4, 64, 40, 64, 700, false, true}, {300, 50});
+    pair.compare({20, 3});
+    pair.compare({40, 3}, {1, 0, 0, 100, true, true});
+}
+
+int main(int argc, char** argv) {
+    if (!gpu_there()) return kSkipped;
+    doctest::Context context(argc, argv);
+    return context.run();
+}
