@@ -129,7 +129,8 @@ def draw_quality(result, path):
     bars(panels[0], names, [change(row, baseline) for row in others], "{:+.1f} %", "perplexity change, %")
     bars(panels[1], names, [row["kl"] for row in others], "{:.4f}", "KL of the next token, nats")
     bars(panels[2], names, [100 * row["agreement"] for row in others], "{:.1f} %", "agreeing tokens, %")
-    panels[2].set_xlim(0, 120)
+    panels[2].set_xlim(0, 120)  # room for the figures beside the bars
+    panels[2].set_xticks(range(0, 101, 25))
     panels[0].set_title("Loss against full precision")
     panels[2].set_title("Generated tokens")
     figure.savefig(path)
@@ -203,6 +204,12 @@ def window_name(sink, recent):
     return " and ".join(kept) or "no windows"
 
 
+INTRODUCTION = (
+    "While a transformer generates, it keeps the keys and values of every token so far: its cache. libkivi packs them in 2 to "
+    "4 bits and computes attention straight from the packed form. Here the same model generates and reads a text once with a "
+    "cache in fp16 and once with each preset; k3v2, for example, keeps keys in 3 bits and values in 2. Columns compare with "
+    "the fp16 cache of the same run.")
+
 # ---- The page ---------------------------------------------------------------------------------------------
 
 STYLE = """
@@ -222,6 +229,7 @@ def write_html(result, out):
     about = result["about"]
     body = [
         f"<h1>{escape(about['model'])} on a packed cache</h1>",
+        f"<p>{escape(INTRODUCTION)}</p>",
         f"<p class=note>{escape(about_note(result))}</p>",
         "<h2>Presets</h2>", html_table(preset_table(result)), f"<p class=note>{escape(presets_note(result))}</p>",
         picture(out / "quality.png", "perplexity change, KL and agreement of each preset"),
