@@ -72,7 +72,7 @@ const kivi_batch kOne = batch_of(1, &kFirst, nullptr, 1);
 
 }  // namespace
 
-TEST_CASE("fault 80: calls in turns on two GPUs, and the current device stays, whatever it is") {
+TEST_CASE("fault 80, S3: calls in turns on two GPUs, and the current device stays, whatever it is") {
     kivi_config on_cpu = config_on(0);
     on_cpu.threads = 1;
     Cache cpu(on_cpu, KIVI_CPU);

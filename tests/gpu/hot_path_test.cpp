@@ -226,7 +226,7 @@ TEST_CASE("no device memory, no waiting, no stream but the caller's") {
 }
 
 // Capture in global mode refuses whatever allocates or waits, in any thread.
-TEST_CASE("the very first calls can be captured") {
+TEST_CASE("TEST 35: the very first calls can be captured") {
     for (const char* preset : kPresets) {
         CAPTURE(preset);
         const kivi_config config = config_of_preset(preset, 3);
@@ -247,6 +247,32 @@ TEST_CASE("the very first calls can be captured") {
         CUDA_OK(cudaGraphExecDestroy(replay));
         CUDA_OK(cudaGraphDestroy(graph));
     }
+}
+
+TEST_CASE("fault 83, TEST 21: what is pending on one stream is seen on the next that waits for it [STREAM-1]") {
+    const kivi_config config = config_of_preset("k3v2", 1);
+    Cache cpu(config, KIVI_CPU), gpu(config, KIVI_CUDA);
+    Halfs written(Numbers(1).rows(int64_t{kPrompt} * kHeads, kDim)), k(int64_t{kPrompt} * kHeads * kDim);
+    const kivi_batch batch = batch_of(1, nullptr, nullptr, kPrompt);
+    const kivi_tensor on_cpu = written.view(KIVI_CPU, {1, kPrompt, kHeads, kDim});
+    KIVI_OK_(kivi_append(cpu, 0, &batch, &on_cpu, &on_cpu, nullptr));
+    const Stream first, second;
+    cudaEvent_t appended;
+    CUDA_OK(cudaEventCreateWithFlags(&appended, cudaEventDisableTiming));
+    const kivi_tensor from = written.view(KIVI_CUDA, {1, kPrompt, kHeads, kDim}), keys = k.view(KIVI_CUDA, {1, kPrompt, kHeads, kDim});
+    Gate gate(first);
+    CUDA_OK(cudaMemcpyAsync(keys.data, from.data, int64_t{2} * kPrompt * kHeads * kDim, cudaMemcpyDeviceToDevice, first));
+    KIVI_OK_(kivi_append(gpu, 0, &batch, &keys, &keys, first));
+    CUDA_OK(cudaEventRecord(appended, first));
+    CUDA_OK(cudaStreamWaitEvent(second, appended, 0));
+    std::thread opens([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        gate.open();
+    });
+    const std::vector<uint8_t> blob = gpu.blob(0, second);  // waits
+    opens.join();
+    CHECK(blob == cpu.blob(0));
+    CUDA_OK(cudaEventDestroy(appended));
 }
 
 TEST_CASE("threads attend to one cache at once, each on its own stream") {

@@ -28,8 +28,9 @@
  *   Ownership  Whatever is passed in stays the caller's. Host arrays (ids, counts, structs) are copied
  *              before the call returns. Tensor memory must stay valid until the stream has passed the
  *              call; on the CPU that is until the call returns.
- *   Streams    kivi_stream is a cudaStream_t on CUDA; work is enqueued there and nowhere else. On the
- *              CPU it must be NULL and every call is complete on return.
+ *   Streams    kivi_stream is a cudaStream_t on CUDA; work is enqueued there and nowhere else. [STREAM-1] A
+ *              cache may move from stream to stream; its calls are then put in order by the caller's events.
+ *              On the CPU it must be NULL and every call is complete on return.
  *   Threads    Different caches are independent. One cache: calls that take a const kivi_cache may run
  *              together (attend: each with its own workspace); every other call needs the cache to
  *              itself. [THREAD-1] A call that finds the cache in conflicting use returns
