@@ -125,8 +125,9 @@ struct Visible {
 
     Visible() = default;
     __device__ Visible(int first_row, int rows, int group, int last, int64_t window_left)
-        : first_row(first_row), group(group), last(last), window_left(static_cast<int>(min(window_left, int64_t{1} << 30))),
-          first_last(last + first_row / group), last_last(last + (first_row + rows - 1) / group) {}
+        : first_row(first_row), group(group), last(last),
+          window_left(static_cast<int>(min(window_left, int64_t{1} << 30))), first_last(last + first_row / group),
+          last_last(last + (first_row + rows - 1) / group) {}
 
     // Tokens begin .. end - 1 of the piece.
     struct Range {

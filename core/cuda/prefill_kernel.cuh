@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) prefill_kernel(const 
         if (threadIdx.x == 0) {
             shared.row = row;
             shared.walk = walk;
-            shared.visible = Visible(first_row, rows, ratio(layer), walk.length() - (args.k ? 0 : row.count), args.window_left);
+            shared.visible = Visible(first_row, rows, ratio(layer), walk.length() - (args.k ? 0 : row.count),
+                                     args.window_left);
             shared.end = number + pieces * (part + 1) / p.parts;
             shared.rows = rows;
             for (uint64_t& full : shared.full) fast::barrier_init(fast::shared_address(&full));

@@ -88,14 +88,22 @@ __device__ __forceinline__ void load_queries(const AttendArgs& args, SharedStora
     }
 }
 
-// An fp16 operand as bf16.
-__device__ __forceinline__ uint4 to_bf16(uint4 a) {
-    const auto convert = [](uint32_t x) {
-        const float2 pair = fast::from_pair(x);
-        return fast::to_pair<true>(pair.x, pair.y);
-    };
-    return make_uint4(convert(a.x), convert(a.y), convert(a.z), convert(a.w));
-}
+// An fp16 operand as the sum of two bf16 operands, exact.
+struct Split {
+    uint4 high, low;
+    __device__ explicit Split(uint4 a) {
+        const auto split = [](uint32_t x, uint32_t& h, uint32_t& l) {
+            const float2 whole = fast::from_pair(x);
+            h = fast::to_pair<true>(whole.x, whole.y);
+            const float2 rounded = fast::from_pair<true>(h);
+            l = fast::to_pair<true>(whole.x - rounded.x, whole.y - rounded.y);
+        };
+        split(a.x, high.x, low.x);
+        split(a.y, high.y, low.y);
+        split(a.z, high.z, low.z);
+        split(a.w, high.w, low.w);
+    }
+};
 
 __device__ __forceinline__ uint4 load16(const uint32_t (&from)[4]) { return *reinterpret_cast<const uint4*>(from); }
 
@@ -114,7 +122,8 @@ constexpr float kHeadroom = 1.5f;
 // Makes sure that no score exceeds the reference exponents, that is, that all relative scores are <= 0; if not, moves
 // the references and rescales what has been summed.
 template <class C>
-__device__ __forceinline__ void update_references(State<C>& s, SharedStorage<C>& shared, float (&score)[C::kRowTiles][2 * C::kUnits][4]) {
+__device__ __forceinline__ void update_references(State<C>& s, SharedStorage<C>& shared,
+                                                  float (&score)[C::kRowTiles][2 * C::kUnits][4]) {
     uint32_t negative = s.unset ? 0u : fast::kAll;
 #pragma unroll
     for (int r = 0; r < C::kRowTiles; ++r) {
@@ -131,12 +140,15 @@ __device__ __forceinline__ void update_references(State<C>& s, SharedStorage<C>&
         for (int h = 0; h < 2; ++h) {
             float largest = -infinity();
 #pragma unroll
-            for (int n = 0; n < 2 * C::kUnits; ++n) largest = fmaxf(largest, fmaxf(score[r][n][2 * h], score[r][n][2 * h + 1]));
+            for (int n = 0; n < 2 * C::kUnits; ++n) {
+                largest = fmaxf(largest, fmaxf(score[r][n][2 * h], score[r][n][2 * h + 1]));
+            }
             largest = fmaxf(largest, __shfl_xor_sync(fast::kAll, largest, 1));
             largest = fmaxf(largest, __shfl_xor_sync(fast::kAll, largest, 2));
             const uint32_t bit = 1u << (2 * r + h);
             // A row that has seen no visible token keeps its reference of 0 and p of 0, and stays unset.
-            const float up = ((s.unset & bit) != 0 ? largest > -infinity() : largest > 0.0f) ? largest + kHeadroom : 0.0f;
+            const bool moves = (s.unset & bit) != 0 ? largest > -infinity() : largest > 0.0f;
+            const float up = moves ? largest + kHeadroom : 0.0f;
             if (largest > -infinity()) s.unset &= ~bit;
             Softmax& softmax = shared.softmax[threadIdx.x][r][h];
             softmax.reference += up;
@@ -183,15 +195,22 @@ __device__ __forceinline__ void multiply(State<C>& s, SharedStorage<C>& shared, 
             for (int r = 0; r < C::kRowTiles; ++r) {
                 q[r] = load16(shared.queries[row_warp][r][2 * i + k][lane]);
                 mma<false>(term[r], q[r], k ? m.z : m.x, k ? m.w : m.y);
-                if constexpr (BF16) q[r] = to_bf16(q[r]);
             }
 #pragma unroll
             for (int u = 0; u < C::kUnits; ++u) {
                 const uint4 b = load16(shared.keys[first_unit + u][2 * i + k][lane]);
 #pragma unroll
                 for (int r = 0; r < C::kRowTiles; ++r) {
-                    mma<BF16>(score[r][2 * u], q[r], b.x, b.y);
-                    mma<BF16>(score[r][2 * u + 1], q[r], b.z, b.w);
+                    if constexpr (BF16) {
+                        const Split split(q[r]);
+                        mma<true>(score[r][2 * u], split.low, b.x, b.y);
+                        mma<true>(score[r][2 * u + 1], split.low, b.z, b.w);
+                        mma<true>(score[r][2 * u], split.high, b.x, b.y);
+                        mma<true>(score[r][2 * u + 1], split.high, b.z, b.w);
+                    } else {
+                        mma<false>(score[r][2 * u], q[r], b.x, b.y);
+                        mma<false>(score[r][2 * u + 1], q[r], b.z, b.w);
+                    }
                 }
             }
         }
@@ -260,7 +279,7 @@ __device__ __forceinline__ void multiply(State<C>& s, SharedStorage<C>& shared, 
     }
     update_references(s, shared, score);
 
-    // p, and its sum. p of windows is times 2^-kDown.
+    // p, and its sum: of the rounded p, where they are coarse. p of windows is times 2^-kDown.
     uint32_t p[C::kRowTiles][kTiles][2];
     const float up = packed ? 1.0f : static_cast<float>(1 << C::kDown);
 #pragma unroll
@@ -270,9 +289,10 @@ __device__ __forceinline__ void multiply(State<C>& s, SharedStorage<C>& shared, 
             float sum = 0;
 #pragma unroll
             for (int n = 0; n < kTiles; ++n) {
-                const float a = fast::exp2_fast(score[r][n][2 * h]), b = fast::exp2_fast(score[r][n][2 * h + 1]);
-                p[r][n][h] = fast::to_pair<BF16>(a, b);
-                sum += a + b;
+                float2 both = make_float2(fast::exp2_fast(score[r][n][2 * h]), fast::exp2_fast(score[r][n][2 * h + 1]));
+                p[r][n][h] = fast::to_pair<BF16>(both.x, both.y);
+                if constexpr (BF16) both = fast::from_pair<true>(p[r][n][h]);
+                sum += both.x + both.y;
             }
             float& whole = shared.softmax[threadIdx.x][r][h].sum;
             whole = fmaf(sum, up, whole);

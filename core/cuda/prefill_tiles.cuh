@@ -30,7 +30,8 @@ __device__ __forceinline__ void fetch(const Args& p, SharedStorage<C>& shared, i
     const int lane = fresh_lane();
     const RowArg& row = shared.row;
     const uint32_t bar = fast::shared_address(&shared.full[stage]);
-    const uint32_t to[2] = {fast::shared_address(shared.stage[stage][0]), fast::shared_address(shared.stage[stage][1])};
+    const uint32_t to[2] = {fast::shared_address(shared.stage[stage][0]),
+                            fast::shared_address(shared.stage[stage][1])};
     const TensorStore& key = p.attend.layer.key;
     const TensorStore& value = p.attend.layer.value;
     const uint32_t row_bytes = piece.count * C::kRowBytes;
@@ -63,7 +64,8 @@ __device__ __forceinline__ void fetch(const Args& p, SharedStorage<C>& shared, i
             fast::bulk_copy(to[part], store.window_row(row.sequence, head, piece.position), bytes, bar);
             if (bytes < row_bytes) {
                 fast::bulk_copy(to[part] + bytes,
-                                store.window_row(row.sequence, head, piece.position + straight), row_bytes - bytes, bar);
+                                store.window_row(row.sequence, head, piece.position + straight), row_bytes - bytes,
+                                bar);
             }
         }
         return;
@@ -88,7 +90,9 @@ __device__ __forceinline__ uint32_t fma_half2(uint32_t a, uint32_t b, uint32_t c
     return r;
 }
 // 2^n in both halves.
-__device__ constexpr uint32_t power_pair(int n) { return static_cast<uint32_t>(15 + n) << 10 | static_cast<uint32_t>(15 + n) << 26; }
+__device__ constexpr uint32_t power_pair(int n) {
+    return static_cast<uint32_t>(15 + n) << 10 | static_cast<uint32_t>(15 + n) << 26;
+}
 
 // code * 2^-down, exact, of codes that stand at bit `power` of both halves: below the exponent of 1024, a code there
 // is 1024 + code * 2^power. `thousand` is 1024 in both halves; as it is not known to the compiler, one
