@@ -42,7 +42,8 @@ __device__ __forceinline__ void fetch(const Args& p, SharedStorage<C>& shared, i
             for (int part = 0; part < 2; ++part) {
                 const View& view = part == 0 ? p.attend.k : p.attend.v;
                 const int64_t at = view.origin(row.index, row.offset) +
-                                   (piece.position - shared.walk.length() + t) * view.token_stride + head * view.head_stride;
+                                   (piece.position - shared.walk.length() + t) * view.token_stride +
+                                   head * view.head_stride;
                 fast::bulk_copy(to[part] + t * C::kRowBytes, static_cast<const uint16_t*>(view.data) + at,
                                 C::kRowBytes, bar);
             }
@@ -140,8 +141,8 @@ __device__ __forceinline__ void store_operand(uint32_t (&to)[4], uint4 x) {
 
 // Keys as code * scale * 2^-kDown: the mins are left to a product of their own, which is exact.
 template <class C, int BITS, int V>
-__device__ __forceinline__ void unpack_keys(SharedStorage<C>& shared, const PackedPiece& packed, const uint8_t* stage, int b,
-                                            int lane) {
+__device__ __forceinline__ void unpack_keys(SharedStorage<C>& shared, const PackedPiece& packed, const uint8_t* stage,
+                                            int b, int lane) {
     const uint8_t* const codes = stage + packed.key_codes[b];
     const uint8_t* const scales = stage + packed.key_params[b] + (lane & 3) * 16;
     uint4 scale[C::kPairs];
@@ -158,8 +159,8 @@ __device__ __forceinline__ void unpack_keys(SharedStorage<C>& shared, const Pack
 
 // Values as (min + code * scale) * 2^-kDown, rounded once.
 template <class C, int BITS, int V>
-__device__ __forceinline__ void unpack_values(SharedStorage<C>& shared, const PackedPiece& packed, const uint8_t* stage, int b,
-                                              int lane) {
+__device__ __forceinline__ void unpack_values(SharedStorage<C>& shared, const PackedPiece& packed, const uint8_t* stage,
+                                              int b, int lane) {
     const uint8_t* const codes = stage + packed.value_codes[b];
     const uint8_t* const params = codes + packed.value_params + (lane & 3) * 16;
     uint4 scale[C::kPairs], min[C::kPairs];
@@ -239,7 +240,8 @@ __device__ __forceinline__ void take_keys(SharedStorage<C>& shared, const uint8_
 }
 // Tokens from `count` on become zeros: their weight is 0, but 0 times NaN is not.
 template <class C>
-__device__ __forceinline__ void take_values(SharedStorage<C>& shared, const uint8_t* stage, int unit, int count, int lane) {
+__device__ __forceinline__ void take_values(SharedStorage<C>& shared, const uint8_t* stage, int unit, int count,
+                                            int lane) {
     const int row = lane >> 2, column = lane & 3;
     const int token = unit / 2 * kBlockTokens + 8 * column + 2 * (unit % 2);
     const uint8_t* const from = stage + token * C::kRowBytes + row * 8;
@@ -271,7 +273,8 @@ __device__ __forceinline__ void unpack(const Args& p, SharedStorage<C>& shared, 
     for (int i = threadIdx.x; i < kMinVectors; i += C::kThreads) {
         const int b = i / (C::kDim / 8), at = i % (C::kDim / 8);
         const uint8_t* const mins = stage[0] + p.packed.key_params[b] + 2 * C::kDim + at * 16;
-        *reinterpret_cast<uint4*>(&shared.mins[b][at * 8]) = packed ? even_and_odd(fast::load16(mins)) : make_uint4(0, 0, 0, 0);
+        *reinterpret_cast<uint4*>(&shared.mins[b][at * 8]) =
+            packed ? even_and_odd(fast::load16(mins)) : make_uint4(0, 0, 0, 0);
     }
     if (rarely(!packed)) {
 #pragma unroll 1
