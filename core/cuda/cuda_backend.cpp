@@ -212,7 +212,7 @@ class CudaBackend final : public Backend {
         const LayerMemory& at = layers_[layer];
         const size_t general = cuda::attend_workspace(at.args, rows, max_count);
         if (!at.fast) return general;
-        return std::max({general, decode_workspace(at.args, multiprocessors_),
+        return std::max({general, decode_workspace(at.args, max_count, multiprocessors_),
                          prefill_workspace(at.args, rows, max_count, multiprocessors_)});
     }
 
@@ -579,7 +579,7 @@ class CudaBackend final : public Backend {
         }
         prepare_write(args);
         prepare_attend(args);
-        layer.fast = decode_serves(args.key, args.value, capability_of(device_));
+        layer.fast = decode_serves(args.key, args.value, shape.q_heads / shape.kv_heads, capability_of(device_));
         if (layer.fast) {
             args.key.order.order = args.value.order.order = Order::fragment;
             prepare_decode(args.key, args.value);
@@ -639,7 +639,7 @@ PathInfo path(const Model& model, const kivi_layer& layer) {
         return info;
     }
     info.reason = why_not_decode(store_of(model, layer, Part::key), store_of(model, layer, Part::value),
-                                 capability_of(model.device_id));
+                                 layer.q_heads / layer.kv_heads, capability_of(model.device_id));
     info.attend_path = info.reason.empty() ? KIVI_PATH_FAST : KIVI_PATH_GENERAL;
     info.pack_path = KIVI_PATH_FAST;
     return info;

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "cuda/decode_config.h"
 #include "cuda/decode_instances.h"
 #include "cuda/decode_kernel.cuh"
@@ -12,7 +14,6 @@
 namespace kivi::cuda {
 namespace {
 
-constexpr float kLog2E = 1.4426950408889634f;
 // Compute capabilities with bulk copies and 227 KB of shared memory a block: from 9.0 to below 12.0.
 constexpr int32_t kFirstCapability = 90, kEndCapability = 120;
 constexpr int64_t kMaxTokens = 1 << 24;  // places on the line of work are 32-bit
@@ -28,17 +29,27 @@ bool fits(const TensorStore& key, const TensorStore& value) {
            key.spec().group == C::kKeyGroup && value_group(value) == C::kDim / C::kValueGroups;
 }
 
-// visit(Config) for the layer's instance; false if there is none.
+// visit(Config) for the layer's instances, until it returns true; whether it did.
 template <class Visit>
-bool with_instance(const TensorStore& key, const TensorStore& value, const Visit& visit) {
-#define KIVI_VISIT_INSTANCE(...)                     \
-    if (fits<fast::Config<__VA_ARGS__>>(key, value)) { \
-        visit(fast::Config<__VA_ARGS__>{});          \
-        return true;                                 \
-    }
+bool with_instances(const TensorStore& key, const TensorStore& value, const Visit& visit) {
+#define KIVI_VISIT_INSTANCE(...) \
+    if (fits<fast::Config<__VA_ARGS__>>(key, value) && visit(fast::Config<__VA_ARGS__>{})) return true;
     KIVI_DECODE_INSTANCES(KIVI_VISIT_INSTANCE)
 #undef KIVI_VISIT_INSTANCE
     return false;
+}
+
+int64_t query_rows(const AttendArgs& args) {
+    return static_cast<int64_t>(args.layer.q_heads / args.layer.key.heads) * args.batch.max_count;
+}
+// The one with the fewest rows that are enough.
+template <class Visit>
+bool with_instance(const AttendArgs& args, const Visit& visit) {
+    return with_instances(args.layer.key, args.layer.value, [&](auto config) {
+        if (query_rows(args) > decltype(config)::kRows) return false;
+        visit(config);
+        return true;
+    });
 }
 
 bool aligned(const View& view) {
@@ -49,7 +60,7 @@ bool aligned(const View& view) {
 fast::Strides strides_of(const View& view) { return {view.row_stride, view.token_stride, view.head_stride, view.ragged}; }
 
 // All but the places in the workspace.
-fast::DecodeArgs arguments(const AttendArgs& args) {
+fast::DecodeArgs arguments(const AttendArgs& args, int32_t multiprocessors) {
     const Layer& layer = args.layer;
     const BatchArgs& batch = args.batch;
     fast::DecodeArgs p{};
@@ -61,15 +72,24 @@ fast::DecodeArgs arguments(const AttendArgs& args) {
     p.batch_rows = batch.size;
     p.first_row = batch.first_row;
     p.kv_heads = layer.key.heads;
-    p.group = layer.q_heads / layer.key.heads;
     p.tokens = batch.max_count;
-    p.query_rows = p.group * p.tokens;
+    p.group = fast::Divisor(layer.q_heads / layer.key.heads);
+    p.query_rows = fast::Divisor(p.group.by * p.tokens);
+    const int32_t segments = p.batch_rows * p.kv_heads, equal = segments > 0 ? multiprocessors / segments * segments : 0;
+    p.equal_blocks = 10 * equal >= 9 * multiprocessors ? equal : multiprocessors;
     p.sink = static_cast<int32_t>(layer.key.windows.sink);
     p.tail_rows = static_cast<int32_t>(layer.key.tail_rows);
     p.table_stride = static_cast<int32_t>(layer.table_stride);
     p.page_bytes = static_cast<int32_t>(layer.key.page_bytes);
     p.value_offset = static_cast<int32_t>(layer.value.part_offset);
-    p.scale_log2 = args.scale * kLog2E;
+    p.scale_log2 = args.scale * fast::kLog2E;
+    p.window_left = static_cast<int32_t>(std::min<int64_t>(args.window_left, 1 << 30));
+    if (args.soft_cap > 0) {  // beyond 2^+-60 it works like one at that border
+        const float cap = std::min(std::max(args.soft_cap, 0x1p-60f), 0x1p60f);
+        p.cap = cap * fast::kLog2E;
+        p.cap_rate = 2.0f / cap;
+    }
+    p.learned_sinks = args.learned_sinks;
     p.on_device = batch.on_device;
     p.rotated_keys = layer.key.rotated();
     p.rotated_values = layer.value.rotated();
@@ -84,10 +104,10 @@ fast::DecodeArgs arguments(const AttendArgs& args) {
     p.out_strides = strides_of(args.out);
     p.lse = static_cast<float*>(args.lse.data);
     p.lse_strides = strides_of(args.lse);
+    p.ragged = p.q_strides.ragged || p.out_strides.ragged || p.lse_strides.ragged;
     for (int32_t i = 0; i < batch.size && !batch.on_device; ++i) {
         const RowArg& row = batch.rows[i];
-        p.sequence[i] = row.count > 0 ? row.sequence : -1;
-        p.index[i] = row.index;
+        p.rows[i] = {row.count > 0 ? row.sequence : -1, row.index};
         p.offset[i] = static_cast<int32_t>(row.offset);
     }
     return p;
@@ -95,7 +115,7 @@ fast::DecodeArgs arguments(const AttendArgs& args) {
 
 }  // namespace
 
-const char* why_not_decode(const TensorStore& key, const TensorStore& value, int32_t capability) {
+const char* why_not_decode(const TensorStore& key, const TensorStore& value, int32_t ratio, int32_t capability) {
     const kivi_spec& k = key.spec();
     const kivi_spec& v = value.spec();
     if (capability < kFirstCapability || capability >= kEndCapability) {
@@ -106,22 +126,23 @@ const char* why_not_decode(const TensorStore& key, const TensorStore& value, int
     }
     if (k.param_dtype == KIVI_F32 || v.param_dtype == KIVI_F32) return "the fast kernel needs scales in f16";
     if (key.windows.schedule != KIVI_SCHEDULE_ROLLING) return "the fast kernel needs the rolling schedule";
-    if (!with_instance(key, value, [](auto) {})) {
+    if (!with_instances(key, value, [](auto) { return true; })) {
         return "no fast kernel is made for these bits, groups, head dims and window dtype";
+    }
+    if (!with_instances(key, value, [&](auto config) { return ratio <= decltype(config)::kRows; })) {
+        return "no fast kernel is made for so many query heads a KV head";
     }
     return "";
 }
 
-bool decode_serves(const TensorStore& key, const TensorStore& value, int32_t capability) {
-    return *why_not_decode(key, value, capability) == 0;
+bool decode_serves(const TensorStore& key, const TensorStore& value, int32_t ratio, int32_t capability) {
+    return *why_not_decode(key, value, ratio, capability) == 0;
 }
 
 bool decode_takes(const AttendArgs& args) {
     const Layer& layer = args.layer;
-    const int64_t rows = static_cast<int64_t>(layer.q_heads / layer.key.heads) * args.batch.max_count;
-    if (rows > 8 || args.k || args.v || args.soft_cap != 0 || args.window_left >= 0 || args.learned_sinks != nullptr) {
-        return false;
-    }
+    if (!with_instance(args, [](auto) {})) return false;
+    if (args.k || args.v) return false;
     if (args.q.dtype != layer.key.window_dtype || args.out.dtype != layer.key.window_dtype) return false;
     if (!aligned(args.q) || !aligned(args.out)) return false;
     if (args.batch.size * static_cast<int64_t>(layer.key.heads) * layer.max_tokens > int64_t{64} * kMaxTokens) {
@@ -137,24 +158,29 @@ bool decode_takes(const AttendArgs& args) {
 }
 
 void prepare_decode(const TensorStore& key, const TensorStore& value) {
-    with_instance(key, value, [](auto config) {
+    with_instances(key, value, [](auto config) {
         using C = decltype(config);
         prepare_kernel(fast::decode_kernel<C>, sizeof(fast::SharedStorage<C>));
+        return false;
     });
 }
 
-size_t decode_workspace(const Layer& layer, int32_t multiprocessors) {
+size_t decode_workspace(const Layer& layer, int32_t max_count, int32_t multiprocessors) {
+    const int64_t rows = static_cast<int64_t>(layer.q_heads / layer.key.heads) * max_count;
     size_t bytes = 0;
-    with_instance(layer.key, layer.value, [&](auto config) { bytes = decltype(config)::workspace(multiprocessors); });
+    with_instances(layer.key, layer.value, [&](auto config) {
+        bytes = std::max(bytes, decltype(config)::workspace(multiprocessors));
+        return decltype(config)::kRows >= rows;  // fewer rows take this one or one before it
+    });
     return bytes;
 }
 
 void decode(const AttendArgs& args, int32_t multiprocessors, Stream stream) {
-    with_instance(args.layer.key, args.layer.value, [&](auto config) {
+    with_instance(args, [&](auto config) {
         using C = decltype(config);
-        fast::DecodeArgs p = arguments(args);
-        p.tickets = reinterpret_cast<fast::Ticket*>(args.workspace);
-        p.partials = reinterpret_cast<float*>(p.tickets + multiprocessors);
+        fast::DecodeArgs p = arguments(args, multiprocessors);
+        p.tickets = reinterpret_cast<unsigned long long*>(args.workspace);
+        p.partials = reinterpret_cast<float*>(p.tickets + size_t(multiprocessors) * C::kRows);
         p.spills = p.partials + size_t(multiprocessors) * 2 * C::kPartialFloats;
         fast::decode_kernel<C><<<multiprocessors, C::kThreads, sizeof(fast::SharedStorage<C>), stream>>>(p);
     });

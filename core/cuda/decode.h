@@ -5,16 +5,17 @@
 namespace kivi::cuda {
 
 // Whether the layer has a kernel on GPUs of this compute capability (10 * major + minor). Its pages then stand in
-// the fragment order.
-bool decode_serves(const TensorStore& key, const TensorStore& value, int32_t capability);
+// the fragment order. `ratio`: query heads of a KV head.
+bool decode_serves(const TensorStore& key, const TensorStore& value, int32_t ratio, int32_t capability);
 // The same in words: "" or what is missing.
-const char* why_not_decode(const TensorStore& key, const TensorStore& value, int32_t capability);
+const char* why_not_decode(const TensorStore& key, const TensorStore& value, int32_t ratio, int32_t capability);
 
-// Whether a call on such a layer can be taken: a few rows of the window dtype, aligned, plain softmax.
+// Whether a call on such a layer can be taken: few enough rows of the window dtype, aligned, no fresh keys and values.
 bool decode_takes(const AttendArgs& args);
 
 void prepare_decode(const TensorStore& key, const TensorStore& value);
-size_t decode_workspace(const Layer& layer, int32_t multiprocessors);
+// For rows of at most max_count tokens.
+size_t decode_workspace(const Layer& layer, int32_t max_count, int32_t multiprocessors);
 void decode(const AttendArgs& args, int32_t multiprocessors, Stream stream);
 
 }  // namespace kivi::cuda

@@ -12,36 +12,51 @@ struct Strides {
     bool ragged;  // rows are found by their token offset
 };
 
-// Counts the blocks that have left their part of a segment; see decode_merge.cuh.
-struct alignas(16) Ticket {
-    unsigned long long word;
+// Division of small numbers by one that the host knows.
+struct Divisor {
+    uint32_t by, reciprocal;
+    KIVI_HOST_DEVICE Divisor(uint32_t by = 1) : by(by), reciprocal(65536 / by + 1) {}
+    KIVI_HOST_DEVICE uint32_t quotient(uint32_t x) const { return x * reciprocal >> 16; }  // x * by <= 2^16
 };
 
-// What the kernel reads, close together: the first access to each line of the parameters costs a trip to memory.
+// Places on the line of work are below this.
+constexpr int64_t kMaxPlace = 1 << 24;
+
+// A row of a host batch; read at once, since lanes get their own parameters one after the other.
+struct alignas(8) RowPlace {
+    int32_t sequence;  // -1: a row to be skipped
+    int32_t index;     // see BatchRow
+};
+
 struct DecodeArgs {
     const Span* spans;     // [sequence]
     const int32_t* table;  // [sequence][table_stride]
     const int32_t *sequences, *counts;  // of device batches, each may be NULL
     const int64_t* offsets;
-    int32_t batch_rows, first_row, kv_heads, group, tokens;  // group: query heads of a KV head; tokens of each row
-    int32_t query_rows;                                       // group * tokens
-    int32_t sink, tail_rows;                                  // rows of the windows
+    int32_t batch_rows, first_row, kv_heads, tokens;  // tokens: of each row
+    Divisor group, query_rows;                        // query heads of a KV head; group * tokens
+    int32_t equal_blocks;                             // see blocks_for
+    int32_t sink, tail_rows;                          // rows of the windows
     int32_t table_stride, page_bytes, value_offset;
+    int32_t window_left;  // as in kivi_attend_params
     float scale_log2;
-    bool on_device, rotated_keys, rotated_values;
+    float cap, cap_rate;  // soft cap * log2(e), and 2 / soft cap; 0: none
+    bool on_device, ragged, rotated_keys, rotated_values;
     const uint8_t* pages;
     const uint8_t *sink_keys, *sink_values, *tail_keys, *tail_values;
     const void* q;
     Strides q_strides;
     // Partials of blocks, what warps leave on their way, and how many have arrived; cut from the caller's workspace.
-    Ticket* tickets;  // [block]
-    float* partials;  // [block][2]
-    float* spills;    // [block][warp]
+    unsigned long long* tickets;  // [block][row]
+    float* partials;              // [block][2]
+    float* spills;                // [block][warp][2]
     void* out;
-    float* lse;  // or NULL
+    float* lse;                  // or NULL
+    const float* learned_sinks;  // or NULL
     Strides out_strides, lse_strides;
-    // Of host batches. sequence -1: a row to be skipped.
-    int32_t sequence[kRowsAtOnce], index[kRowsAtOnce], offset[kRowsAtOnce];
+    // Of host batches; offsets where tensors are ragged.
+    RowPlace rows[kRowsAtOnce];
+    int32_t offset[kRowsAtOnce];
 };
 
 }  // namespace kivi::cuda::fast

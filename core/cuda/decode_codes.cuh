@@ -31,9 +31,10 @@ __device__ __forceinline__ uint32_t spare_pair(uint32_t shifted0, uint32_t word1
 template <int BITS, int VECTORS>
 __device__ __forceinline__ uint4 operand(const uint4 (&w)[VECTORS], const uint4 (&x)[VECTORS], int number) {
     if constexpr (BITS == 3) {
-        if (number == kSpareOperand) {
-            return make_uint4(spare_pair(x[0].x, w[1].x, w[2].x), spare_pair(x[0].y, w[1].y, w[2].y),
-                              spare_pair(x[0].z, w[1].z, w[2].z), spare_pair(x[0].w, w[1].w, w[2].w));
+        if (is_spare(BITS, number)) {
+            const int v = first_vector(BITS, number);
+            return make_uint4(spare_pair(x[v].x, w[v + 1].x, w[v + 2].x), spare_pair(x[v].y, w[v + 1].y, w[v + 2].y),
+                              spare_pair(x[v].z, w[v + 1].z, w[v + 2].z), spare_pair(x[v].w, w[v + 1].w, w[v + 2].w));
         }
     }
     const int v = vector_of(BITS, number), f = field_of(BITS, number);

@@ -10,22 +10,30 @@ namespace kivi::cuda::fast {
 
 constexpr int greatest_divisor(int a, int b) { return b != 0 ? greatest_divisor(b, a % b) : a; }
 
-template <bool BF16, int DIM, int KEY_BITS, int VALUE_BITS, int KEY_GROUP, int VALUE_GROUP, int WARPS,
+template <bool BF16, int DIM, int KEY_BITS, int VALUE_BITS, int KEY_GROUP, int VALUE_GROUP, int ROWS, int WARPS,
           int VISIT_BLOCKS, int STEP_BLOCKS>
 struct Config {
     static constexpr bool kBf16 = BF16;  // q, out and the windows; scales and mins are fp16
     static constexpr int kDim = DIM, kKeyBits = KEY_BITS, kValueBits = VALUE_BITS;
     static constexpr int kKeyGroup = KEY_GROUP, kValueGroups = DIM / VALUE_GROUP;
     static constexpr int kSteps = DIM / 16, kPairs = kSteps / 2;
-    static constexpr int kRows = 8;        // query tokens x query heads of one KV head: the columns of an mma
-    static constexpr int kThreadRows = 2;  // rows whose scores a thread holds
+    // Rows are the query tokens x query heads of one KV head.
+    //   8    a column of the mma for every row
+    //   16   two tiles of columns, which share the decoded operands
+    //   4    two columns for every row, one for the tokens of a score tile's upper eight rows, one for the lower eight:
+    //        half as much softmax arithmetic; the two are added at the end
+    static constexpr int kRows = ROWS, kTiles = ROWS == 16 ? 2 : 1;
+    static constexpr int kTileRows = ROWS == 4 ? 1 : 2;         // of a tile, whose scores a thread holds
+    static constexpr int kThreadRows = kTiles * kTileRows;
+    static constexpr int kQueryLanes = ROWS == 4 ? 16 : 32;     // with queries of their own
+    static_assert(ROWS == 4 || ROWS == 8 || ROWS == 16);
     static constexpr int kWarps = WARPS, kThreads = 32 * WARPS;
     static constexpr int kStages = 2;  // visits in a ring
     static constexpr int kVisitBlocks = VISIT_BLOCKS, kStepBlocks = STEP_BLOCKS;
     static constexpr int kVisitTokens = VISIT_BLOCKS * kBlockTokens;
-    static_assert(DIM == 64 || DIM == 128);
-    static_assert(KEY_BITS != 3 || DIM == 128, "sixteen operands share three vectors");
-    static_assert(kValueGroups <= 4, "mins of four groups and the sum of p share eight rows");
+    static_assert(DIM == 64 || DIM == 128 || DIM == 256);
+    static_assert(KEY_BITS != 3 || DIM >= 128, "sixteen operands share three vectors");
+    static_assert(kValueGroups <= 8, "a row of the operand for each group's mins");
     static_assert(WARPS % 4 == 0 && WARPS <= 16, "whole rounds of the four schedulers; deposits[] has 16 places");
     static_assert(VISIT_BLOCKS % STEP_BLOCKS == 0 && kPageTokens % kVisitTokens == 0);
 
@@ -49,8 +57,8 @@ struct Config {
     static constexpr int kKeyStride = VISIT_BLOCKS > 1 ? key_codes(1) - key_codes(0) : 0;
     static_assert(VISIT_BLOCKS <= 2 || KEY_GROUP == 32, "blocks of a visit equally far apart");
 
-    // A visit to a window: 16 tokens, keys then values.
-    static constexpr int kWindowTokens = 16, kRowBytes = 2 * DIM;
+    // A visit to a window: 16 tokens, keys then values; 8 where 16 would make the slots too large.
+    static constexpr int kWindowTokens = DIM > 128 ? 8 : 16, kRowBytes = 2 * DIM;
     static constexpr int kWindowHalf = kWindowTokens * kRowBytes;
     static constexpr int kSlotBytes = ((2 * kWindowHalf > kVisitBytes ? 2 * kWindowHalf : kVisitBytes) + 127) / 128 * 128;
 
@@ -63,10 +71,11 @@ struct Config {
     // bank conflicts.
     static constexpr int kPartialRow = DIM + 4, kPartialExponent = DIM;
     static constexpr int kPartialFloats = kRows * kPartialRow;
+    static constexpr int kRowVectors = DIM > 128 ? DIM / 128 : 1;  // of four channels a lane
     static_assert(kPartialFloats * 4 <= kStages * kSlotBytes, "a warp leaves its partial in its ring");
 
     static size_t workspace(int blocks) {
-        return size_t(blocks) * (sizeof(Ticket) + (2 + WARPS) * kPartialFloats * sizeof(float));
+        return size_t(blocks) * (kRows * sizeof(unsigned long long) + (2 + 2 * WARPS) * kPartialFloats * sizeof(float));
     }
 };
 

@@ -28,9 +28,19 @@ __device__ __forceinline__ uint32_t mul_half2(uint32_t a, uint32_t b) {
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
+// The larger magnitudes of two pairs.
+__device__ __forceinline__ uint32_t largest_half2(uint32_t a, uint32_t b) {
+    const __half2 m = __hmax2(__habs2(*reinterpret_cast<__half2*>(&a)), __habs2(*reinterpret_cast<__half2*>(&b)));
+    return *reinterpret_cast<const uint32_t*>(&m);
+}
 __device__ __forceinline__ float exp2_fast(float x) {
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
 }
 template <bool BF16 = false>
@@ -47,6 +57,11 @@ template <bool BF16 = false>
 __device__ __forceinline__ float2 from_pair(uint32_t x) {
     if constexpr (BF16) return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000u));
     return __half22float2(*reinterpret_cast<const __half2*>(&x));
+}
+__device__ __forceinline__ float largest_of_warp(float x) {
+    // Floats in the order of integers.
+    const auto ordered = [](int i) { return i ^ (i >> 31 & 0x7FFFFFFF); };
+    return __int_as_float(ordered(__reduce_max_sync(kAll, ordered(__float_as_int(x)))));
 }
 // 8x8 transposition across the warp: (row r, columns 2t and 2t+1) in, (column r, rows 2t and 2t+1) out.
 __device__ __forceinline__ uint32_t transpose8x8(uint32_t a) {
@@ -86,10 +101,9 @@ __device__ __forceinline__ void hand_to_copies() {
 }
 __device__ __forceinline__ uint4 load16(const uint8_t* p) { return *reinterpret_cast<const uint4*>(p); }
 
-// a / b without the dozens of instructions of the general division.
+// a / b for numbers below 2^24, without the dozens of instructions of the general division.
 __device__ __forceinline__ unsigned divide(unsigned a, unsigned b) {
-    if (a >> 24) return a / b;
-    unsigned q = __float2uint_rz(__uint2float_rn(a) * __frcp_rn(__uint2float_rn(b)));  // off by one at most
+    unsigned q = __float2uint_rz(__uint2float_rn(a) * reciprocal(__uint2float_rn(b)));  // off by one at most
     if (q * b > a) --q;
     if (a - q * b >= b) ++q;
     return q;

@@ -17,38 +17,31 @@
 
 namespace kivi::cuda::fast {
 
-// The cache's sequence of a batch row; -1 if the row is to be skipped.
-__device__ __forceinline__ int sequence_of(const DecodeArgs& p, int r) {
-    if (!p.on_device) return p.sequence[r];
-    const int index = p.first_row + r;
-    if (p.counts != nullptr && p.counts[index] != p.tokens) return -1;
-    return p.sequences != nullptr ? p.sequences[index] : index;
-}
-
-// Tokens of a row's sequence; all 0 if the row is to be skipped.
-struct Lengths {
-    int sink, packed, tail;
+// A row of the batch, read once by one thread and then kept in shared memory.
+struct alignas(16) BatchRow {
+    int sequence;            // of the cache; -1 if the row is to be skipped
+    int sink, packed, tail;  // tokens; all 0 in a row that is skipped
+    int index, offset;       // where it lies in tensors: as a row of rank 4, behind so many tokens in rank 3
+    unsigned weight;         // of each of its KV heads on the line
+    int skip;                // visits to pages that no query sees any more, whole key groups
     __device__ __forceinline__ int total() const { return sink + packed + tail; }
+    __device__ __forceinline__ int64_t origin(const Strides& strides) const {
+        return strides.ragged ? offset * strides.token : index * strides.row;
+    }
 };
-__device__ __forceinline__ Lengths lengths_of(const DecodeArgs& p, int r) {
-    const int sequence = sequence_of(p, r);
-    if (sequence < 0) return {0, 0, 0};
-    const int length = static_cast<int>(p.spans[sequence].length);
-    const int border = static_cast<int>(p.spans[sequence].key_border);
-    Lengths l;
-    l.sink = min(length, p.sink);
-    l.packed = max(border - p.sink, 0);
-    l.tail = length - l.sink - l.packed;
-    return l;
+
+// The first position that query token 0 sees; the others see as many fewer.
+__device__ __forceinline__ int window_begin(const DecodeArgs& p, const BatchRow& row) {
+    return row.total() - p.tokens - p.window_left;
 }
 
 template <class C>
 struct Extent {
     unsigned sinks, windows, visits;  // visits to the sink window; to it and the tail; to everything
-    __device__ explicit Extent(const Lengths& l) {
+    __device__ explicit Extent(const BatchRow& l) {
         sinks = unsigned(l.sink + C::kWindowTokens - 1) / C::kWindowTokens;
         windows = sinks + unsigned(l.tail + C::kWindowTokens - 1) / C::kWindowTokens;
-        visits = windows + unsigned(l.packed + C::kVisitTokens - 1) / C::kVisitTokens;
+        visits = windows + unsigned(l.packed + C::kVisitTokens - 1) / C::kVisitTokens - l.skip;
     }
     // Place on the line, from the segment's beginning; place(visits) is the weight of all.
     __device__ unsigned place(unsigned visit) const {
@@ -62,6 +55,43 @@ struct Extent {
     }
 };
 
+template <class C>
+__device__ __forceinline__ BatchRow read_row(const DecodeArgs& p, int r) {
+    BatchRow row{};
+    if (!p.on_device) {
+        const RowPlace place = p.rows[r];
+        row.sequence = place.sequence;
+        row.index = place.index;
+        if (p.ragged) row.offset = p.offset[r];
+    } else {
+        row.index = p.first_row + r;
+        row.sequence = p.sequences != nullptr ? p.sequences[row.index] : row.index;
+        row.offset = row.index * p.tokens;
+        if (p.counts != nullptr && p.counts[row.index] != p.tokens) row.sequence = -1;
+        if (p.offsets != nullptr) {
+            row.offset = static_cast<int>(p.offsets[row.index]);
+        } else if (p.counts != nullptr) {
+            row.offset = 0;
+#pragma unroll 1
+            for (int i = 0; i < row.index; ++i) row.offset += p.counts[i];
+        }
+    }
+    if (row.sequence >= 0) {
+        const int length = static_cast<int>(p.spans[row.sequence].length);
+        const int border = static_cast<int>(p.spans[row.sequence].key_border);
+        row.sink = min(length, p.sink);
+        row.packed = max(border - p.sink, 0);
+        row.tail = length - row.sink - row.packed;
+        if (p.window_left >= 0) {
+            constexpr int kTokens = C::kVisitTokens > C::kKeyGroup ? C::kVisitTokens : C::kKeyGroup;
+            row.skip = min(max(window_begin(p, row) - row.sink, 0), row.packed) / kTokens * (kTokens / C::kVisitTokens);
+        }
+        const Extent<C> e(row);
+        row.weight = e.place(e.visits);
+    }
+    return row;
+}
+
 struct Partition {
     unsigned quotient, remainder;  // of total weight / blocks
     Partition() = default;
@@ -72,7 +102,9 @@ struct Partition {
     __device__ unsigned begin(unsigned block) const { return block * quotient + min(block, remainder); }
     __device__ unsigned owner(unsigned place) const {
         const unsigned wide = remainder * (quotient + 1);
-        return place < wide ? divide(place, quotient + 1) : remainder + divide(place - wide, quotient);
+        const bool in_wide = place < wide;
+        const unsigned number = divide(in_wide ? place : place - wide, in_wide ? quotient + 1 : quotient);
+        return in_wide ? number : remainder + number;
     }
 };
 
@@ -80,30 +112,21 @@ struct Partition {
 // begins in it. Where there is little work the merge over blocks counts: then blocks begin where segments of equal
 // length do, so that each has a part of one segment only, and segments of up to two visits a warp stay whole.
 template <class C>
-__device__ __forceinline__ unsigned blocks_for(unsigned total, unsigned segments, unsigned grid) {
-    if (total == 0) return 0;
+__device__ __forceinline__ unsigned blocks_for(const DecodeArgs& p, unsigned total) {
     constexpr unsigned kWhole = 2 * C::kWarps * C::kVisitWeight;
+    const unsigned grid = gridDim.x, segments = p.batch_rows * p.kv_heads;
+    if (total == 0) return 0;
     const unsigned blocks = max(1u, min(grid, total / C::kMaxWeight));
     if (segments > grid || total >= 2 * kWhole * grid) return blocks;
     if (total <= segments * kWhole) return min(blocks, segments);
-    const unsigned equal = divide(blocks, segments) * segments;
-    return 10 * equal >= 9 * blocks ? equal : blocks;
+    return blocks == grid ? p.equal_blocks : blocks;
 }
-
-// Where a segment begins, its last visit begins, and it ends on the line.
-struct Reach {
-    unsigned begin, last, end;
-    template <class C>
-    __device__ Reach(unsigned place, const Extent<C>& e)
-        : begin(place), last(place + e.place(e.visits - 1)), end(place + e.place(e.visits)) {}
-    Reach() = default;
-};
 
 // A warp's piece of the line.
 struct alignas(16) Slice {
     unsigned end;
-    unsigned row, row_begin;  // a batch row at or before the first visit, and its place on the line
-    unsigned head, first;     // the first visit is number `first`, counted from the beginning of that head
+    unsigned row, row_begin;  // batch row of the first visit, and where that begins on the line
+    unsigned head, first;     // the first visit is number `first` of that head
 };
 
 // A block's piece.
@@ -115,9 +138,12 @@ struct alignas(16) BlockPiece {
 // One visit of a warp.
 struct alignas(16) Visit {
     const uint8_t* source;  // of keys: the page, or the window row
-    int segment;            // batch row * kv_heads + head; -1: no more visits
+    int segment;            // see below; -1: no more visits
     int info;               // see below
 };
+__device__ __forceinline__ int segment_of(int row, int head) { return row << 16 | head; }
+__device__ __forceinline__ int row_of(int segment) { return segment >> 16; }
+__device__ __forceinline__ int head_of(int segment) { return segment & 0xFFFF; }
 enum Kind { kPage, kSink, kTail };
 __device__ __forceinline__ int info_valid(int i) { return i & 255; }         // tokens that exist
 __device__ __forceinline__ int info_left(int i) { return i >> 8 & 255; }     // to the sequence's end, at most 255
@@ -125,7 +151,9 @@ __device__ __forceinline__ int info_kind(int i) { return i >> 16 & 3; }
 __device__ __forceinline__ int info_block(int i) { return i >> 18 & 3; }     // first block, in the page
 __device__ __forceinline__ bool info_first(int i) { return i >> 20 & 1; }    // of its segment
 __device__ __forceinline__ bool info_last(int i) { return i >> 21 & 1; }
-__device__ __forceinline__ int info_straight(int i) { return i >> 22 & 31; }  // tokens before the ring's end
+__device__ __forceinline__ int info_straight(int i) { return i >> 22 & 31; }  // of a window: tokens before the ring's end
+// How many of the first tokens the last query token does not see any more; at most 255, in a window 31.
+__device__ __forceinline__ int info_cut(int i) { return info_kind(i) == kPage ? i >> 22 & 255 : i >> 27 & 31; }
 // Number of the visit in its key group, where that is longer.
 template <class C>
 __device__ __forceinline__ int info_part(int i) {
@@ -135,9 +163,9 @@ __device__ __forceinline__ int info_part(int i) {
 // What a warp has seen of a segment.
 struct alignas(16) Seen {
     int segment;     // -1: nothing
-    unsigned begin;  // of the segment on the line
-    unsigned last;   // where its last visit is
-    unsigned block;  // where it begins
+    unsigned begin;  // of the segment, on the line
+    unsigned last;   // where its last visit begins
+    unsigned end;
 };
 
 }  // namespace kivi::cuda::fast

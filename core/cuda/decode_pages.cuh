@@ -23,16 +23,20 @@ __device__ __forceinline__ void key_min_terms(const HeadState<C>& s, const Share
     const int row = lane >> 2, column = lane & 3;
     const uint8_t* const mins = slot + (row % C::kVisitGroups) * C::kGroupBytes + C::kDim * 2 + column * 16;
 #pragma unroll
-    for (int i = 0; i < C::kPairs; ++i) {
-        const uint4 v = load16(mins + i * 64), q = query_vector<C>(shared, i, warp, lane);
-        float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-        mma(even, v.x, v.y, v.z, v.w, q.x, q.y);
-        mma(odd, v.x, v.y, v.z, v.w, q.z, q.w);
-        const float e = float(1 << step_power(C::kKeyBits, 2 * i)), o = float(1 << step_power(C::kKeyBits, 2 * i + 1));
+    for (int t = 0; t < C::kTiles; ++t) {
 #pragma unroll
-        for (int h = 0; h < C::kThreadRows; ++h) {
-            term[h] = i == 0 ? even[h] * e : fmaf(even[h], e, term[h]);
-            term[h] = fmaf(odd[2 + h], o, term[h]);
+        for (int i = 0; i < C::kPairs; ++i) {
+            const uint4 v = load16(mins + i * 64), q = query_vector<C>(shared, t, i, warp, lane);
+            float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+            mma(even, v.x, v.y, v.z, v.w, q.x, q.y);
+            mma(odd, v.x, v.y, v.z, v.w, q.z, q.w);
+            const float e = float(1 << step_power(C::kKeyBits, 2 * i)), o = float(1 << step_power(C::kKeyBits, 2 * i + 1));
+#pragma unroll
+            for (int k = 0; k < C::kTileRows; ++k) {
+                const int h = t * C::kTileRows + k;
+                term[h] = i == 0 ? even[k] * e : fmaf(even[k], e, term[h]);
+                term[h] = fmaf(odd[2 + k], o, term[h]);
+            }
         }
     }
 #pragma unroll
@@ -42,7 +46,7 @@ __device__ __forceinline__ void key_min_terms(const HeadState<C>& s, const Share
 // q * key scale of one group.
 template <class C>
 struct ScaledQueries {
-    uint32_t at[2 * C::kSteps];
+    uint32_t at[C::kTiles][2 * C::kSteps];
 };
 template <class C>
 __device__ __forceinline__ void scale_queries(const SharedStorage<C>& shared, const uint8_t* slot, int group, int warp,
@@ -50,30 +54,39 @@ __device__ __forceinline__ void scale_queries(const SharedStorage<C>& shared, co
     const uint8_t* const scales = slot + group * C::kGroupBytes + (lane & 3) * 16;
 #pragma unroll
     for (int i = 0; i < C::kPairs; ++i) {
-        const uint4 v = load16(scales + i * 64), q = query_vector<C>(shared, i, warp, lane);
-        scaled.at[4 * i] = mul_half2(q.x, v.x);
-        scaled.at[4 * i + 1] = mul_half2(q.y, v.z);
-        scaled.at[4 * i + 2] = mul_half2(q.z, v.y);
-        scaled.at[4 * i + 3] = mul_half2(q.w, v.w);
+        const uint4 v = load16(scales + i * 64);
+#pragma unroll
+        for (int t = 0; t < C::kTiles; ++t) {
+            const uint4 q = query_vector<C>(shared, t, i, warp, lane);
+            scaled.at[t][4 * i] = mul_half2(q.x, v.x);
+            scaled.at[t][4 * i + 1] = mul_half2(q.y, v.z);
+            scaled.at[t][4 * i + 2] = mul_half2(q.z, v.y);
+            scaled.at[t][4 * i + 3] = mul_half2(q.w, v.w);
+        }
     }
 }
 
-// Whether an operand is the first of its vector, in the order in which keys are multiplied.
-constexpr bool __host__ __device__ opens_vector(int bits, int number) {
-    return bits == 3 ? number == 0 || number == 8 || number == 10 : field_of(bits, number) == 0;
+// Whether an operand is the first of its vector, in the order in which keys are multiplied: step by step, both units.
+constexpr bool __host__ __device__ opens_vector(int bits, int number, int steps) {
+    const int n = number % 16;
+    return bits == 3 ? n == 0 || n == (steps == 8 ? 8 : 5) || n == 10 : field_of(bits, number) == 0;
 }
 
-// Products of keys and queries for the blocks first .. first + kStepBlocks - 1 of the visit: c[2 * block + unit]. All
+// Products of keys and queries for the blocks first .. first + kStepBlocks - 1 of the visit: c[2 * block +
+// unit][tile]. All
 // units go forward together, for more independent mma.
 template <class C, int SCALED>
 __device__ __forceinline__ void key_products(const uint8_t* slot, int first, int lane,
                                              const ScaledQueries<C> (&scaled)[SCALED],
-                                             float (&c)[2 * C::kStepBlocks][4]) {
+                                             float (&c)[2 * C::kStepBlocks][C::kTiles][4]) {
     constexpr int kVectors = C::kKeyCodes / kVectorBytes;
     const uint8_t* const codes = slot + C::key_codes(0) + C::kKeyStride * first + lane * 16;
     uint4 w[C::kStepBlocks][kVectors], x[C::kStepBlocks][kVectors];
 #pragma unroll
-    for (int u = 0; u < 2 * C::kStepBlocks; ++u) c[u][0] = c[u][1] = c[u][2] = c[u][3] = 0.0f;
+    for (int u = 0; u < 2 * C::kStepBlocks; ++u) {
+#pragma unroll
+        for (int t = 0; t < C::kTiles; ++t) c[u][t][0] = c[u][t][1] = c[u][t][2] = c[u][t][3] = 0.0f;
+    }
 #pragma unroll
     for (int k = 0; k < C::kSteps; ++k) {
 #pragma unroll
@@ -81,13 +94,17 @@ __device__ __forceinline__ void key_products(const uint8_t* slot, int first, int
 #pragma unroll
             for (int u = 0; u < 2; ++u) {
                 const int number = u * C::kSteps + k;
-                if (opens_vector(C::kKeyBits, number)) {
+                if (opens_vector(C::kKeyBits, number, C::kSteps)) {
                     const int v = vector_of(C::kKeyBits, number);
                     w[b][v] = load16(codes + C::kKeyStride * b + v * kVectorBytes);
                     x[b][v] = shift_high<C::kKeyBits>(w[b][v]);
                 }
                 const uint4 a = operand<C::kKeyBits>(w[b], x[b], number);
-                mma(c[2 * b + u], a.x, a.y, a.z, a.w, scaled[b % SCALED].at[2 * k], scaled[b % SCALED].at[2 * k + 1]);
+#pragma unroll
+                for (int t = 0; t < C::kTiles; ++t) {
+                    const uint32_t* const q = scaled[b % SCALED].at[t] + 2 * k;
+                    mma(c[2 * b + u][t], a.x, a.y, a.z, a.w, q[0], q[1]);
+                }
             }
         }
     }
@@ -99,7 +116,7 @@ __device__ __forceinline__ int token_of_row(int unit, int row, int upper) {
 }
 
 // Adds p * value of one block. p is rounded to fp16 once; the denominator sums the rounded numbers. `mins` points to
-// the lane's mins (rows 0..3) or ones.
+// the lane's mins (rows 0..3, or all rows with eight groups) or ones.
 template <class C>
 __device__ __forceinline__ void value_products(HeadState<C>& s, const uint8_t* block, const uint8_t* mins, int lane,
                                                const float (&score0)[2][C::kThreadRows],
@@ -107,11 +124,20 @@ __device__ __forceinline__ void value_products(HeadState<C>& s, const uint8_t* b
     constexpr int kGroups = C::kValueGroups, kVectors = C::kValueCodes / kVectorBytes;
     const uint8_t* const scales = block + C::kValueCodes + (lane & 3) * 16;
     const uint4 m = load16(mins);
-    uint32_t p[2][2];  // B operand: [unit][half of the depth]
-    probabilities<C, false>(score0, p[0]);
-    probabilities<C, false>(score1, p[1]);
-    mma(s.even, m.x, m.y, m.z, m.w, p[0][0], p[0][1]);
-    mma(s.odd, m.x, m.y, m.z, m.w, p[1][0], p[1][1]);
+    uint32_t p[2][C::kTiles][2];  // B operand: [unit][tile][half of the depth]
+    probabilities<C>(score0, lane, p[0]);
+    probabilities<C>(score1, lane, p[1]);
+#pragma unroll
+    for (int t = 0; t < C::kTiles; ++t) {
+        if constexpr (kGroups > 4) {
+            constexpr uint32_t kOnes = 0x3C003C00u;
+            mma(s.even[t], m.x, kOnes, m.z, kOnes, p[0][t][0], p[0][t][1]);
+            mma(s.odd[t], kOnes, m.y, kOnes, m.w, p[1][t][0], p[1][t][1]);
+        } else {
+            mma(s.even[t], m.x, m.y, m.z, m.w, p[0][t][0], p[0][t][1]);
+            mma(s.odd[t], m.x, m.y, m.z, m.w, p[1][t][0], p[1][t][1]);
+        }
+    }
     const uint8_t* const codes = block + lane * 16;
     uint4 scale[kGroups], w[kVectors], x[kVectors];
 #pragma unroll
@@ -121,8 +147,12 @@ __device__ __forceinline__ void value_products(HeadState<C>& s, const uint8_t* b
     for (int u = 0; u < 2; ++u) {
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
-            const uint32_t b0 = mul_half2(p[u][0], u ? scale[g].y : scale[g].x);
-            const uint32_t b1 = mul_half2(p[u][1], u ? scale[g].w : scale[g].z);
+            uint32_t b[C::kTiles][2];
+#pragma unroll
+            for (int t = 0; t < C::kTiles; ++t) {
+                b[t][0] = mul_half2(p[u][t][0], u ? scale[g].y : scale[g].x);
+                b[t][1] = mul_half2(p[u][t][1], u ? scale[g].w : scale[g].z);
+            }
 #pragma unroll
             for (int j = g * (C::kSteps / kGroups); j < (g + 1) * (C::kSteps / kGroups); ++j) {
                 const int number = u * C::kSteps + j;
@@ -132,7 +162,8 @@ __device__ __forceinline__ void value_products(HeadState<C>& s, const uint8_t* b
                     x[v] = shift_high<C::kValueBits>(w[v]);
                 }
                 const uint4 a = operand<C::kValueBits>(w, x, number);
-                mma(s.out[j], a.x, a.y, a.z, a.w, b0, b1);
+#pragma unroll
+                for (int t = 0; t < C::kTiles; ++t) mma(s.out[t][j], a.x, a.y, a.z, a.w, b[t][0], b[t][1]);
             }
         }
     }
@@ -168,14 +199,14 @@ __device__ __forceinline__ void visit_page(HeadState<C>& s, KeyContext<C>& key, 
                                            int lane) {
     constexpr int kRows = C::kThreadRows;
     const int row = lane >> 2, column = lane & 3;
-    const int valid = info_valid(info), open = open_tokens(p, info);
+    const int valid = info_valid(info), open = open_tokens(p, info), cut = info_cut(info);
     if (valid < C::kVisitTokens) clear_unused_parameters<C>(slot, valid, lane);
     if (!(C::kSharedParams && follows)) {
         key_min_terms<C>(s, shared, slot, warp, lane, key.term);
         if (!KeyContext<C>::kPerStep) scale_queries<C>(shared, slot, 0, warp, lane, key.scaled[0]);
     }
     const uint8_t* const values = slot + C::kKeyBytes;
-    const bool has_mins = row < 4;
+    const bool has_mins = C::kValueGroups > 4 || row < 4;
     const uint8_t* const mins =
         has_mins ? values + C::kValueCodes + (C::kValueGroups + row % C::kValueGroups) * 64 + column * 16
                  : reinterpret_cast<const uint8_t*>(shared.ones) + column * 16;
@@ -184,7 +215,7 @@ __device__ __forceinline__ void visit_page(HeadState<C>& s, KeyContext<C>& key, 
     for (int first = 0; first < C::kVisitBlocks; first += C::kStepBlocks) {
         float score[2 * C::kStepBlocks][2][kRows];
         {
-            float c[2 * C::kStepBlocks][4], bias[C::kStepBlocks][kRows];
+            float c[2 * C::kStepBlocks][C::kTiles][4], bias[C::kStepBlocks][kRows];
 #pragma unroll
             for (int b = 0; b < C::kStepBlocks; ++b) {
 #pragma unroll
@@ -209,20 +240,22 @@ __device__ __forceinline__ void visit_page(HeadState<C>& s, KeyContext<C>& key, 
                 for (int upper = 0; upper < 2; ++upper) {
 #pragma unroll
                     for (int h = 0; h < kRows; ++h) {
-                        score[u][upper][h] = fmaf(c[u][2 * upper + h], s.factor[h], bias[u / 2][h]);
+                        const int t = h / C::kTileRows, e = 2 * upper + h % C::kTileRows;
+                        score[u][upper][h] = fmaf(c[u][t][e], s.factor[h], bias[u / 2][h]);
                     }
                 }
             }
         }
-        if (open < kBlockTokens * (first + C::kStepBlocks)) {
+        if (p.cap > 0.0f) cap_scores<C>(s, score, p);
+        if (open < kBlockTokens * (first + C::kStepBlocks) || cut > kBlockTokens * first) {
 #pragma unroll
             for (int h = 0; h < kRows; ++h) {
-                const int limit = visible(p, info, 2 * column + h);
+                const Visible sees(p, info, query_row<C>(h, column));
 #pragma unroll
                 for (int u = 0; u < 2 * C::kStepBlocks; ++u) {
 #pragma unroll
                     for (int upper = 0; upper < 2; ++upper) {
-                        if (kBlockTokens * (first + u / 2) + token_of_row(u % 2, row, upper) >= limit) {
+                        if (!sees(kBlockTokens * (first + u / 2) + token_of_row(u % 2, row, upper))) {
                             score[u][upper][h] = -INFINITY;
                         }
                     }

@@ -1,4 +1,4 @@
-// What a warp leaves of a segment: a partial for a later merge, or the output.
+// What a warp leaves of a segment: an unnormalised partial result.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -6,12 +6,9 @@
 
 #include "cuda/decode_codes.cuh"
 #include "cuda/decode_instructions.cuh"
-#include "cuda/decode_rows.cuh"
 #include "cuda/decode_softmax.cuh"
 
 namespace kivi::cuda::fast {
-
-constexpr float kLn2 = 0.69314718056f;
 
 // What is needed beside out[] for the result of a segment in plain numbers.
 template <class C>
@@ -19,13 +16,21 @@ struct Sums {
     float mins[C::kThreadRows];  // in lane 4 * group + column: value mins of the group * p
     float sum[C::kThreadRows];   // of p
 };
+// Of accumulators: the thread's row h, elements of rows 0..7 or (upper) rows 8..15. At four rows the columns of the two
+// halves of the tokens are added.
+template <class C>
+__device__ __forceinline__ float pick(const float (&x)[4], int h, int upper) {
+    return C::kRows == 4 ? x[2 * upper] + x[2 * upper + 1] : x[2 * upper + h % 2];
+}
 template <class C>
 __device__ __forceinline__ Sums<C> finish_sums(const HeadState<C>& s, int lane) {
     Sums<C> r;
 #pragma unroll
     for (int h = 0; h < C::kThreadRows; ++h) {
-        r.mins[h] = s.even[h] + s.odd[2 + h];
-        r.sum[h] = __shfl_sync(kAll, r.mins[h], 16 + (lane & 3));
+        const int t = h / C::kTileRows;
+        r.mins[h] = pick<C>(s.even[t], h, 0) + pick<C>(s.odd[t], h, 1);
+        r.sum[h] = C::kValueGroups > 4 ? pick<C>(s.even[t], h, 1) + pick<C>(s.odd[t], h, 0)
+                                       : __shfl_sync(kAll, r.mins[h], 16 + (lane & 3));
     }
     return r;
 }
@@ -36,28 +41,20 @@ __device__ __forceinline__ float4 channels(const HeadState<C>& s, const Sums<C>&
     const float m = __shfl_sync(kAll, r.mins[h], 32 * c / (C::kDim / C::kValueGroups) * 4 + (lane & 3));
     const float k0 = 1.0f / kSmallest / float(1 << step_power(C::kValueBits, 2 * c));
     const float k1 = 1.0f / kSmallest / float(1 << step_power(C::kValueBits, 2 * c + 1));
-    const auto& x = s.out[2 * c];
-    const auto& y = s.out[2 * c + 1];
-    return make_float4(fmaf(x[h], k0, m), fmaf(x[2 + h], k0, m), fmaf(y[h], k1, m), fmaf(y[2 + h], k1, m));
-}
-__device__ __forceinline__ float inverse_of(float sum) { return sum > 0.0f ? 1.0f / sum : 0.0f; }
-__device__ __forceinline__ float lse_of(float reference, float sum) { return (reference + log2f(sum)) * kLn2; }
-template <class C>
-__device__ __forceinline__ uint2 to_output(const float4& v, float factor) {
-    return make_uint2(to_pair<C::kBf16>(v.x * factor, v.y * factor), to_pair<C::kBf16>(v.z * factor, v.w * factor));
-}
-__device__ __forceinline__ void write_lse(const DecodeArgs& p, const QueryRow& row, float lse) {
-    if (p.lse != nullptr) p.lse[row.in(p, p.lse_strides)] = lse;
+    const auto& x = s.out[h / C::kTileRows][2 * c];
+    const auto& y = s.out[h / C::kTileRows][2 * c + 1];
+    return make_float4(fmaf(pick<C>(x, h, 0), k0, m), fmaf(pick<C>(x, h, 1), k0, m), fmaf(pick<C>(y, h, 0), k1, m),
+                       fmaf(pick<C>(y, h, 1), k1, m));
 }
 
-// Leaves the (unnormalised) result in `to`, shared or global memory, for a later merge.
+// Leaves it in `to`, shared or global memory.
 template <class C>
 __device__ __forceinline__ void deposit(const HeadState<C>& s, float* to, int rows, int lane) {
     const int row = lane >> 2, column = lane & 3;
     const Sums<C> r = finish_sums<C>(s, lane);
 #pragma unroll
     for (int h = 0; h < C::kThreadRows; ++h) {
-        const int query = 2 * column + h;
+        const int query = query_row<C>(h, column);
         float* const at = to + query * C::kPartialRow;
 #pragma unroll
         for (int c = 0; c < C::kPairs; ++c) {
@@ -71,46 +68,12 @@ __device__ __forceinline__ void deposit(const HeadState<C>& s, float* to, int ro
     }
 }
 
-// Writes the final result of a segment that this warp has seen whole.
+// The same of a warp without visits, which may stand between warps of one segment.
 template <class C>
-__device__ __forceinline__ void write_output(const HeadState<C>& s, const DecodeArgs& p, int segment, int lane) {
-    const int row = lane >> 2, column = lane & 3;
-    const Sums<C> r = finish_sums<C>(s, lane);
-    const bool rotated = p.rotated_values;
-#pragma unroll
-    for (int h = 0; h < C::kThreadRows; ++h) {
-        const int query = 2 * column + h;
-        const bool used = query < p.query_rows;
-        const QueryRow to(p, segment, used ? query : 0);
-        float4 v[C::kPairs];
-#pragma unroll
-        for (int c = 0; c < C::kPairs; ++c) v[c] = channels<C>(s, r, c, h, lane);
-        if (rotated) {
-#pragma unroll
-            for (int c = 0; c < C::kPairs; ++c) {
-                butterfly(v[c]);
-#pragma unroll
-                for (int step = 4; step < 32; step *= 2) across(v[c], step, lane);
-            }
-#pragma unroll
-            for (int step = 1; step < C::kPairs; step *= 2) {
-#pragma unroll
-                for (int c = 0; c < C::kPairs; ++c) {
-                    if ((c & step) != 0) continue;
-                    butterfly(v[c].x, v[c + step].x);
-                    butterfly(v[c].y, v[c + step].y);
-                    butterfly(v[c].z, v[c + step].z);
-                    butterfly(v[c].w, v[c + step].w);
-                }
-            }
-        }
-        const float factor = inverse_of(r.sum[h]) * (rotated ? hadamard_norm<C>() : 1.0f);
-        uint8_t* const out = static_cast<uint8_t*>(p.out) + 2 * to.in(p, p.out_strides) + 8 * row;
-#pragma unroll
-        for (int c = 0; c < C::kPairs; ++c) {
-            if (used) *reinterpret_cast<uint2*>(out + 64 * c) = to_output<C>(v[c], factor);
-        }
-        if (row == 0 && used) write_lse(p, to, lse_of(s.reference[h], r.sum[h]));
+__device__ __forceinline__ void deposit_nothing(float* to, int rows, int lane) {
+#pragma unroll 1
+    for (int i = lane; i < rows * C::kPartialRow; i += 32) {
+        to[i] = i % C::kPartialRow == C::kPartialExponent ? -INFINITY : 0.0f;
     }
 }
 

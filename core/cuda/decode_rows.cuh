@@ -6,36 +6,20 @@
 
 #include "cuda/decode_args.h"
 #include "cuda/decode_instructions.cuh"
+#include "cuda/decode_line.cuh"
 
 namespace kivi::cuda::fast {
 
-// Where query row r of a segment lies.
-struct QueryRow {
-    int row;  // of the batch
-    int token, head;
-    __device__ QueryRow(const DecodeArgs& p, int segment, int r) {
-        row = divide(segment, p.kv_heads);
-        token = p.tokens == 1 ? 0 : divide(r, p.group);
-        head = (segment - row * p.kv_heads) * p.group + r - token * p.group;
-    }
-    __device__ int64_t in(const DecodeArgs& p, const Strides& strides) const {
-        int64_t origin;
-        if (!p.on_device) {
-            origin = strides.ragged ? p.offset[row] * strides.token : p.index[row] * strides.row;
-        } else {
-            const int position = p.first_row + row;
-            int64_t offset = int64_t{position} * p.tokens;
-            if (p.offsets != nullptr) {
-                offset = p.offsets[position];
-            } else if (p.counts != nullptr && strides.ragged) {
-                offset = 0;
-                for (int i = 0; i < position; ++i) offset += p.counts[i];
-            }
-            origin = strides.ragged ? offset * strides.token : position * strides.row;
-        }
-        return origin + token * strides.token + head * strides.head;
-    }
-};
+// Query row `r` of a KV head is of this query token and query head.
+__device__ __forceinline__ int query_token(const DecodeArgs& p, int r) { return p.tokens == 1 ? 0 : p.group.quotient(r); }
+__device__ __forceinline__ int query_head(const DecodeArgs& p, int head, int r) {
+    return (head - query_token(p, r)) * static_cast<int>(p.group.by) + r;
+}
+// Where it lies: elements from the tensor's beginning.
+__device__ __forceinline__ int64_t place_of_row(const DecodeArgs& p, const BatchRow& row, const Strides& strides, int head,
+                                                int r) {
+    return row.origin(strides) + query_token(p, r) * strides.token + query_head(p, head, r) * strides.head;
+}
 
 __device__ __forceinline__ void butterfly(float& a, float& b) {
     const float left = a, right = b;
@@ -47,6 +31,12 @@ __device__ __forceinline__ void butterfly(float4& x) {
     butterfly(x.z, x.w);
     butterfly(x.x, x.z);
     butterfly(x.y, x.w);
+}
+__device__ __forceinline__ void butterfly(float4& a, float4& b) {
+    butterfly(a.x, b.x);
+    butterfly(a.y, b.y);
+    butterfly(a.z, b.z);
+    butterfly(a.w, b.w);
 }
 __device__ __forceinline__ float across(float x, int step, int lane) {
     const float other = __shfl_xor_sync(kAll, x, step);
@@ -60,7 +50,7 @@ __device__ __forceinline__ void across(float4& x, int step, int lane) {
 }
 template <class C>
 __device__ __forceinline__ float hadamard_norm() {
-    return C::kDim == 128 ? 0.08838834764f : 0.125f;
+    return C::kDim == 256 ? 0.0625f : C::kDim == 128 ? 0.08838834764f : 0.125f;
 }
 
 }  // namespace kivi::cuda::fast

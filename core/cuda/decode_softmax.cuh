@@ -7,39 +7,50 @@
 #include "cuda/decode_args.h"
 #include "cuda/decode_instructions.cuh"
 #include "cuda/decode_line.cuh"
+#include "cuda/decode_queries.cuh"
 
 namespace kivi::cuda::fast {
 
-// Queries of one KV head wait in shared memory as B operands. Thread (row, column) = (lane / 4, lane % 4) holds rows
-// 2 * column + 0, 1 of everything accumulated.
+// Thread (row, column) = (lane / 4, lane % 4). At 8 or 16 rows it holds rows 8 tile + 2 * column + 0, 1 of everything
+// accumulated. At 4 rows accumulated elements 0 and 2 belong to row `column` and the first eight tokens of every score
+// tile, elements 1 and 3 to the same row and the other eight tokens.
 template <class C>
 struct HeadState {
-    float factor[C::kThreadRows];     // scale_log2 * 2^exponent * 2^24
-    float reference[C::kThreadRows];  // exponents that p is relative to; every p is <= 1
-    uint32_t unset;                   // bit h: reference h not yet known, because no visible token has been seen
-    float out[C::kSteps][4];          // [channel tile]: values * p, in units of 2^step_power * 2^-24
-    // Sums with the value mins and of p: even units in rows 0..7 of `even` (elements 0, 1), odd units in rows 8..15
-    // of `odd` (elements 2, 3); row g < 4: mins of group g * p; rows 4..7: sum of p.
-    float even[4], odd[4];
+    float factor[C::kThreadRows];       // scale_log2 * 2^exponent * 2^24
+    float reference[C::kThreadRows];    // exponents that p is relative to; every p is <= 1
+    uint32_t unset;                     // bit h: reference h not yet known, because no visible token has been seen
+    float out[C::kTiles][C::kSteps][4]; // [channel tile]: values * p, in units of 2^step_power * 2^-24
+    // Sums with the value mins and of p. Up to four value groups: even units in rows 0..7 of `even` (elements 0, 1), odd
+    // units in rows 8..15 of `odd` (elements 2, 3); row g < 4: mins of group g * p; rows 4..7: sum of p. Eight groups:
+    // row g of the same: mins of group g * p; the other eight rows: sum of p.
+    float even[C::kTiles][4], odd[C::kTiles][4];
 };
+// Row that the thread's accumulators of index h belong to.
+template <class C>
+__device__ __forceinline__ int query_row(int h, int column) {
+    return C::kRows == 4 ? column : 8 * (h / 2) + 2 * column + h % 2;
+}
 
 // p is formed relative to (largest score + kHeadroom), in powers of two: a later score may exceed the largest one by
 // this much before anything has to be rescaled, and p * value scale cannot overflow fp16. Not a whole number: where
 // all scores are nearly equal, p would sit just below a power of two and always be rounded the same way.
 constexpr float kHeadroom = 1.5f;
 
-// `unit` is what prepare_queries gave.
 template <class C>
-__device__ __forceinline__ void start_segment(HeadState<C>& s, float unit, float scale_log2, int lane) {
+__device__ __forceinline__ void start_segment(HeadState<C>& s, const Units<C>& units, float scale_log2, int lane) {
 #pragma unroll
-    for (int h = 0; h < C::kThreadRows; ++h) {
-        s.factor[h] = scale_log2 * __shfl_sync(kAll, unit, (lane & 3) * 8 + 4 * h);  // of row 2 * column + h
-        s.reference[h] = 0.0f;
+    for (int t = 0; t < C::kTiles; ++t) {
+#pragma unroll
+        for (int e = 0; e < C::kTileRows; ++e) {
+            const int h = t * C::kTileRows + e;
+            s.factor[h] = scale_log2 * __shfl_sync(kAll, units.of[t], (lane & 3) * 8 + 4 * e);  // of row query_row
+            s.reference[h] = 0.0f;
+        }
+#pragma unroll
+        for (int j = 0; j < C::kSteps; ++j) s.out[t][j][0] = s.out[t][j][1] = s.out[t][j][2] = s.out[t][j][3] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) s.even[t][j] = s.odd[t][j] = 0.0f;
     }
-#pragma unroll
-    for (int j = 0; j < C::kSteps; ++j) s.out[j][0] = s.out[j][1] = s.out[j][2] = s.out[j][3] = 0.0f;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) s.even[j] = s.odd[j] = 0.0f;
     s.unset = (1u << C::kThreadRows) - 1;
 }
 
@@ -79,36 +90,94 @@ __device__ __forceinline__ void update_references(HeadState<C>& s, float (&score
         }
     }
 #pragma unroll
-    for (int j = 0; j < C::kSteps; ++j) {
-        s.out[j][0] *= down[0];
-        s.out[j][1] *= down[1];
-        s.out[j][2] *= down[0];
-        s.out[j][3] *= down[1];
+    for (int t = 0; t < C::kTiles; ++t) {
+        const float d0 = down[t * C::kTileRows], d1 = down[t * C::kTileRows + C::kTileRows - 1];
+#pragma unroll
+        for (int j = 0; j < C::kSteps; ++j) {
+            s.out[t][j][0] *= d0;
+            s.out[t][j][1] *= d1;
+            s.out[t][j][2] *= d0;
+            s.out[t][j][3] *= d1;
+        }
+        s.even[t][0] *= d0;
+        s.even[t][1] *= d1;
+        s.odd[t][2] *= d0;
+        s.odd[t][3] *= d1;
+        if constexpr (C::kValueGroups > 4) {
+            s.even[t][2] *= d0;
+            s.even[t][3] *= d1;
+            s.odd[t][0] *= d0;
+            s.odd[t][1] *= d1;
+        } else {
+            s.even[t][2] = s.even[t][3] = s.odd[t][0] = s.odd[t][1] = 0.0f;  // not used, but must stay finite
+        }
     }
-    s.even[0] *= down[0];
-    s.even[1] *= down[1];
-    s.odd[2] *= down[0];
-    s.odd[3] *= down[1];
-    s.even[2] = s.even[3] = s.odd[0] = s.odd[1] = 0.0f;  // not used, but must stay finite
 }
 
-// p of a score tile as B operand, rounded once.
+// Numbers of a score tile as B operand of each tile of columns, rounded once.
 template <class C, bool BF16>
-__device__ __forceinline__ void probabilities(const float (&score)[2][C::kThreadRows], uint32_t (&p)[2]) {
+__device__ __forceinline__ void operands(const float (&x)[2][C::kThreadRows], int lane, uint32_t (&p)[C::kTiles][2]) {
+    if constexpr (C::kRows == 4) {
+        // Column 2 * row + upper of the transposed tile is the row's tokens 8 * upper .. 8 * upper + 7.
+        const uint32_t both = transpose8x8(to_pair<BF16>(x[0][0], x[1][0]));
+        p[0][0] = lane & 4 ? 0u : both;
+        p[0][1] = lane & 4 ? both : 0u;
+    } else {
+#pragma unroll
+        for (int t = 0; t < C::kTiles; ++t) {
+#pragma unroll
+            for (int upper = 0; upper < 2; ++upper) {
+                p[t][upper] = transpose8x8(to_pair<BF16>(x[upper][2 * t], x[upper][2 * t + 1]));
+            }
+        }
+    }
+}
+// p of a score tile.
+template <class C>
+__device__ __forceinline__ void probabilities(const float (&score)[2][C::kThreadRows], int lane,
+                                              uint32_t (&p)[C::kTiles][2]) {
+    float x[2][C::kThreadRows];
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
-        p[upper] = transpose8x8(to_pair<BF16>(exp2_fast(score[upper][0]), exp2_fast(score[upper][1])));
+#pragma unroll
+        for (int h = 0; h < C::kThreadRows; ++h) x[upper][h] = exp2_fast(score[upper][h]);
     }
+    operands<C, false>(x, lane, p);
 }
 
-// How many tokens of a visit a row may see. Query token j of n sees all but the last n - 1 - j tokens.
-__device__ __forceinline__ int visible(const DecodeArgs& p, int info, int row) {
-    const int token = p.tokens == 1 ? 0 : int(divide(row, p.group));
-    return min(info_valid(info), info_left(info) - max(p.tokens - 1 - token, 0));
-}
-// How many all rows see.
+// Tokens of a visit that a row sees: query token j of n all but the sequence's last n - 1 - j, and of those before the
+// window's border as many fewer.
+struct Visible {
+    int begin, end;
+    __device__ __forceinline__ Visible(const DecodeArgs& p, int info, int row) {
+        const int later = p.tokens == 1 ? 0 : max(p.tokens - 1 - int(p.group.quotient(row)), 0);  // query tokens
+        begin = info_cut(info) - later;
+        end = min(info_valid(info), info_left(info) - later);
+    }
+    __device__ __forceinline__ bool operator()(int token) const { return token >= begin && token < end; }
+};
+// How many all rows see, but for the border.
 __device__ __forceinline__ int open_tokens(const DecodeArgs& p, int info) {
     return min(info_valid(info), info_left(info) - (p.tokens - 1));
+}
+
+// Scores relative to their references become cap * tanh(score / cap), relative again. tanh(x) is 1 - 2 / (1 + e^2x).
+template <class C, int COUNT>
+__device__ __forceinline__ void cap_scores(const HeadState<C>& s, float (&score)[COUNT][2][C::kThreadRows],
+                                           const DecodeArgs& p) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+#pragma unroll
+        for (int upper = 0; upper < 2; ++upper) {
+#pragma unroll
+            for (int h = 0; h < C::kThreadRows; ++h) {
+                const float x = score[i][upper][h] + s.reference[h];
+                const float less = 2.0f * p.cap * reciprocal(1.0f + exp2_fast(x * p.cap_rate));
+                // A non-finite key must not hide behind tanh(inf).
+                score[i][upper][h] = fmaf(x, 0.0f, p.cap - less - s.reference[h]);
+            }
+        }
+    }
 }
 
 }  // namespace kivi::cuda::fast

@@ -40,26 +40,36 @@ constexpr int kVectorBytes = 512;  // 16 bytes a lane
 
 KIVI_HOST_DEVICE constexpr int fields_of(int bits) { return bits == 3 ? 5 : 16 / bits; }
 
-// Operands of a block are numbered unit * steps + step. Which one stands in a field of a vector; at 3 bits (dim 128)
-// number 15 is the one in the bits x of all three vectors.
+// Operands of a block are numbered unit * steps + step. At 3 bits (dims 128 and 256) each sixteen of them share three
+// vectors, and the last of the sixteen is the one in the bits x.
+constexpr int kSpareBit = 15, kSparePower = 6;
+KIVI_HOST_DEVICE constexpr bool is_spare(int bits, int number) { return bits == 3 && number % 16 == 15; }
+KIVI_HOST_DEVICE constexpr int first_vector(int bits, int number) {  // of those that share a bit x
+    return bits == 3 ? number / 16 * 3 : 0;
+}
+// Which one stands in a field of a vector.
 KIVI_HOST_DEVICE constexpr int operand_of(int bits, int vector, int field) {
-    const int number = fields_of(bits) * vector + field;
-    if (bits != 3 || number < 10 || number > 12) return number;
-    return number == 12 ? 10 : number + 1;
+    if (bits != 3) return fields_of(bits) * vector + field;
+    const int slot = fields_of(bits) * (vector % 3) + field, sixteen = vector / 3 * 16;
+    if (slot < 10 || slot > 12) return sixteen + slot;
+    return sixteen + (slot == 12 ? 10 : slot + 1);
 }
 KIVI_HOST_DEVICE constexpr int field_bit(int bits, int field) { return bits * field; }
-constexpr int kSpareOperand = 15, kSpareBit = 15, kSparePower = 6;
 
 // Vector and field of an operand; the inverse of operand_of.
 KIVI_HOST_DEVICE constexpr int slot_of(int bits, int number) {
-    if (bits != 3 || number < 10 || number > 12) return number;
-    return number == 10 ? 12 : number - 1;
+    const int n = bits == 3 ? number % 16 : number;
+    if (bits != 3 || n < 10 || n > 12) return n;
+    return n == 10 ? 12 : n - 1;
 }
-KIVI_HOST_DEVICE constexpr int vector_of(int bits, int number) { return slot_of(bits, number) / fields_of(bits); }
+KIVI_HOST_DEVICE constexpr int vector_of(int bits, int number) {
+    return first_vector(bits, number) + slot_of(bits, number) / fields_of(bits);
+}
 KIVI_HOST_DEVICE constexpr int field_of(int bits, int number) { return slot_of(bits, number) % fields_of(bits); }
 
 // log2 of the power of two that the codes of a step carry as operands, in either unit.
 KIVI_HOST_DEVICE constexpr int step_power(int bits, int step) {
+    if (is_spare(bits, step)) return kSparePower;
     const int in_place = bits == 3 ? 3 : 8 / bits;
     return bits * (field_of(bits, step) % in_place);
 }
@@ -150,7 +160,7 @@ struct FragmentOrderOf {
             for (int field = 0; field < fields_of(BITS); ++field) {
                 word |= of(operand_of(BITS, vector, field), half) << (field_bit(BITS, field) + 16 * half);
             }
-            if (BITS == 3) word |= (of(kSpareOperand, half) >> vector & 1) << (kSpareBit + 16 * half);
+            if (BITS == 3) word |= (of(vector / 3 * 16 + 15, half) >> vector % 3 & 1) << (kSpareBit + 16 * half);
         }
         *reinterpret_cast<uint32_t*>(part + sizes.codes(keys, first / kBlockTokens + block) + 4 * in_block) = word;
     }
@@ -165,8 +175,10 @@ struct FragmentOrderOf {
             return static_cast<unsigned>(*reinterpret_cast<const uint16_t*>(half + vector * kVectorBytes));
         };
         const int number = at.unit * (order.dim / 16) + at.step;
-        if (bits == 3 && number == kSpareOperand) {
-            return static_cast<int>(word(0) >> kSpareBit | word(1) >> kSpareBit << 1 | word(2) >> kSpareBit << 2);
+        if (is_spare(bits, number)) {
+            const int first = first_vector(bits, number);
+            return static_cast<int>(word(first) >> kSpareBit | word(first + 1) >> kSpareBit << 1 |
+                                    word(first + 2) >> kSpareBit << 2);
         }
         const unsigned mask = (1u << bits) - 1;
         return static_cast<int>(word(vector_of(bits, number)) >> field_bit(bits, field_of(bits, number)) & mask);

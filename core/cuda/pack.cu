@@ -182,18 +182,23 @@ struct PackConfig {
     static constexpr int kDim = DIM, kKeyBits = KEY_BITS, kValueBits = VALUE_BITS, kValueGroups = DIM / VALUE_GROUP;
 };
 
-// visit(PackConfig) for the layer's kernel: there is one for each instance of decode.
+// visit(PackConfig) for the layer's kernel: there is one for each instance of decode up to dim 128; false if there is
+// none.
 template <class Visit>
-void with_config(const Layer& layer, const Visit& visit) {
+bool with_config(const Layer& layer, const Visit& visit) {
     const kivi_spec& k = layer.key.spec();
     const kivi_spec& v = layer.value.spec();
     const int dim = layer.key.dim, group = v.group == KIVI_GROUP_HEAD ? dim : v.group;
 #define KIVI_VISIT_PACK(BF16, DIM, KEY_BITS, VALUE_BITS, KEY_GROUP, VALUE_GROUP, ...)                                      \
-    if (dim == DIM && k.bits == KEY_BITS && v.bits == VALUE_BITS && k.group == KEY_GROUP && group == VALUE_GROUP) { \
-        return visit(PackConfig<DIM, KEY_BITS, VALUE_BITS, VALUE_GROUP>{});                                         \
+    if constexpr (DIM <= 128) {                                                                                       \
+        if (dim == DIM && k.bits == KEY_BITS && v.bits == VALUE_BITS && k.group == KEY_GROUP && group == VALUE_GROUP) { \
+            visit(PackConfig<DIM, KEY_BITS, VALUE_BITS, VALUE_GROUP>{});                                              \
+            return true;                                                                                              \
+        }                                                                                                             \
     }
     KIVI_DECODE_INSTANCES(KIVI_VISIT_PACK)
 #undef KIVI_VISIT_PACK
+    return false;
 }
 
 bool plain(const View& view) {
@@ -225,7 +230,8 @@ void prepare_pack(const Layer& layer) {
 
 bool pack_takes(const WriteArgs& args) {
     const Layer& layer = args.layer;
-    return plain(layer.key) && plain(layer.value) && plain(args.k) && plain(args.v) && args.batch.max_count <= kMaxCount;
+    return plain(layer.key) && plain(layer.value) && plain(args.k) && plain(args.v) &&
+           args.batch.max_count <= kMaxCount && with_config(layer, [](auto) {});
 }
 
 void pack(const WriteArgs& args, Stream stream) {

@@ -69,7 +69,7 @@ struct LaneVectors {
 
     // `number`, `at` and `half` are constants: operand, register and half word.
     __device__ __forceinline__ void add(int number, int at, int half, uint32_t code) {
-        if (BITS == 3 && number == kSpareOperand) {
+        if (is_spare(BITS, number)) {
 #pragma unroll
             for (int v = 0; v < kVectors; ++v) word[v][at] += (code >> v & 1) << (kSpareBit + 16 * half);
         } else {

@@ -184,7 +184,9 @@ TEST_CASE(
     copied.append(0, tokens, 0, 100);
     CHECK(viewed.blob() == copied.blob());
     const Tensor out(KIVI_F32, {100, 4, 64});
-    const Workspace workspace(8 << 20);
+    size_t bytes = 0;
+    REQUIRE(kivi_attend_workspace(viewed, 0, 1, 100, &bytes) == KIVI_OK);
+    const Workspace workspace(bytes);
     REQUIRE(kivi_attend(viewed, 0, Batch({{0, 100}}), &queries, out, nullptr, workspace.data(),
                         workspace.size(), nullptr) == KIVI_OK);
     CHECK(bit_equal(out.read(), copied.attend({{0, 100}}, q).out));
@@ -226,7 +228,9 @@ TEST_CASE(
     kivi_attend_params params;
     kivi_attend_params_init(&params, sizeof params);
     params.lse = lse;
-    const Workspace workspace(8 << 20);
+    size_t bytes = 0;
+    REQUIRE(kivi_attend_workspace(gapped, 0, 2, 3, &bytes) == KIVI_OK);
+    const Workspace workspace(bytes);
     REQUIRE(kivi_attend(gapped, 0, Batch({{0, 3}, {1, 3}}), queries, out, &params, workspace.data(),
                         workspace.size(), nullptr) == KIVI_OK);
     CHECK(out.marks_intact());

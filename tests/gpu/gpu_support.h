@@ -107,15 +107,14 @@ class Floats {
     void* device_ = nullptr;
 };
 
-// f16 memory on the host and on the device with the same contents.
+// f16 or bf16 memory on the host and on the device with the same contents.
 class Halfs {
   public:
-    explicit Halfs(const std::vector<float>& values) : host(values.size()) {
-        for (size_t i = 0; i < values.size(); ++i) host[i] = kivi::f32_to_f16(values[i]);
+    explicit Halfs(const std::vector<float>& values, int32_t dtype = KIVI_F16) : host(values.size()), dtype_(dtype) {
         CUDA_OK(cudaMalloc(&device_, host.size() * 2 + 16));
-        upload();
+        set(values);
     }
-    explicit Halfs(int64_t count) : Halfs(std::vector<float>(count, -7.0f)) {}
+    explicit Halfs(int64_t count, int32_t dtype = KIVI_F16) : Halfs(std::vector<float>(count, -7.0f), dtype) {}
     ~Halfs() { cudaFree(device_); }
     Halfs(const Halfs&) = delete;
     void upload() {
@@ -123,7 +122,7 @@ class Halfs {
         CUDA_OK(cudaDeviceSynchronize());
     }
     void set(const std::vector<float>& values) {
-        for (size_t i = 0; i < values.size(); ++i) host[i] = kivi::f32_to_f16(values[i]);
+        for (size_t i = 0; i < values.size(); ++i) kivi::store_element(host.data(), dtype_, i, values[i]);
         upload();
     }
     std::vector<float> values() const { return floats(host); }
@@ -133,16 +132,17 @@ class Halfs {
         return floats(bits);
     }
     kivi_tensor view(int32_t device, std::initializer_list<int64_t> shape) {
-        return dense_view(device == KIVI_CPU ? static_cast<void*>(host.data()) : device_, KIVI_F16, device, shape);
+        return dense_view(device == KIVI_CPU ? static_cast<void*>(host.data()) : device_, dtype_, device, shape);
     }
     std::vector<uint16_t> host;
 
   private:
-    static std::vector<float> floats(const std::vector<uint16_t>& bits) {
+    std::vector<float> floats(const std::vector<uint16_t>& bits) const {
         std::vector<float> x(bits.size());
-        for (size_t i = 0; i < x.size(); ++i) x[i] = kivi::f16_to_f32(bits[i]);
+        for (size_t i = 0; i < x.size(); ++i) x[i] = kivi::load_element(bits.data(), dtype_, i);
         return x;
     }
+    int32_t dtype_;
     void* device_ = nullptr;
 };
 

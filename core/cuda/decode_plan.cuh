@@ -1,0 +1,174 @@
+// A warp's plan: which visits its slice of the line holds, where they lie in memory, and how they come into its ring.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/decode_args.h"
+#include "cuda/decode_instructions.cuh"
+#include "cuda/decode_line.cuh"
+#include "cuda/decode_shared.cuh"
+
+namespace kivi::cuda::fast {
+
+static_assert(kRowsAtOnce == 64, "a warp for each half of the rows");
+
+// The first access to each line of the parameters is a trip to memory: `warps` warps make all at once.
+__device__ __forceinline__ void touch_parameters(const DecodeArgs& p, int warp, int warps) {
+    constexpr int kLine = 64;
+#pragma unroll 1
+    for (int i = warp; i * kLine < int(sizeof p); i += warps) {
+        const uint32_t word = reinterpret_cast<const uint32_t*>(&p)[i * (kLine / 4)];
+        asm volatile("" ::"r"(word));
+    }
+}
+
+// Reads rows 32 half + lane and finds their places on the line; by one warp.
+template <class C>
+__device__ __forceinline__ void read_rows(SharedStorage<C>& shared, const DecodeArgs& p, int half, int lane) {
+    const int r = 32 * half + lane;
+    unsigned weight = 0;
+    if (r < p.batch_rows) {
+        const BatchRow row = read_row<C>(p, r);
+        shared.rows[r] = row;
+        weight = row.weight * p.kv_heads;
+    }
+    unsigned end = weight;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const unsigned before = __shfl_up_sync(kAll, end, d);
+        if (lane >= d) end += before;
+    }
+    shared.row_begin[r] = end - weight;
+    if (lane == 31) shared.half_weight[half] = end;
+}
+
+// The slice from `begin` to `end`, begin inside the line. Its row is the number of rows if no visit begins there.
+template <class C>
+__device__ __forceinline__ Slice find_slice(const SharedStorage<C>& shared, const DecodeArgs& p, unsigned begin,
+                                            unsigned end, int lane) {
+    const unsigned kv_heads = p.kv_heads, batch_rows = p.batch_rows, half = shared.half_weight[0];
+    // The last row that begins at or before it: those without tokens come before.
+    const unsigned row = __popc(__ballot_sync(kAll, shared.row_begin[lane] <= begin)) +
+                         __popc(__ballot_sync(kAll, half + shared.row_begin[32 + lane] <= begin)) - 1;
+    Slice slice{end, row, shared.row_begin[row] + (row < 32 ? 0 : half), 0, 0};
+    const unsigned rest = begin - slice.row_begin, weight = shared.rows[row].weight;
+    const Extent<C> e(shared.rows[row]);
+    slice.head = divide(rest, weight);
+    slice.first = e.visit_at(rest - slice.head * weight);
+    if (slice.first == e.visits) {  // begin lies inside the head's last visit: the first is the next head's
+        slice.first = 0;
+        if (++slice.head == kv_heads) {
+            slice.head = 0;
+            slice.row_begin += weight * kv_heads;
+#pragma unroll 1
+            do {
+                ++slice.row;
+            } while (slice.row < batch_rows && shared.rows[slice.row].weight == 0);
+        }
+    }
+    return slice;
+}
+
+// Plans visits `from` .. `from` + `count` - 1 of a slice, one a lane: which segment, which part, where it lies in
+// memory. `meanwhile()` is done while the page table is read; `seen`: the lane's segment.
+template <class C, class Meanwhile>
+__device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const DecodeArgs& p, const Slice& s, unsigned from,
+                                             int count, int warp, Seen& seen, const Meanwhile& meanwhile) {
+    int lane = threadIdx.x & 31;
+    asm volatile("" : "+r"(lane));  // (as in visit_window)
+    const unsigned kv_heads = p.kv_heads, batch_rows = p.batch_rows;
+    unsigned i = s.first + from + lane, head = s.head, r = s.row, begin = s.row_begin;
+    BatchRow row = shared.rows[min(r, batch_rows - 1)];
+    Extent<C> e(row);
+#pragma unroll 1
+    while (i >= e.visits) {  // not in this head
+        if (e.visits) {
+            // In long segments one step forward is enough.
+            const unsigned heads = i < 2 * e.visits ? 1 : divide(i, e.visits);
+            i -= heads * e.visits;
+            head += heads;
+            if (head < kv_heads) break;
+            i += (head - kv_heads) * e.visits;
+            head = 0;
+            begin += row.weight * kv_heads;
+        }
+        if (++r >= batch_rows) break;
+        row = shared.rows[r];
+        e = Extent<C>(row);
+    }
+    begin += head * row.weight;
+    const bool is = lane < count && r < batch_rows && begin + e.place(i) < s.end;
+    const int in_pages = (static_cast<int>(i - e.windows) + row.skip) * C::kVisitTokens;
+    int page = 0;
+    if (is && i >= e.windows) page = p.table[int64_t{row.sequence} * p.table_stride + in_pages / kPageTokens];
+    meanwhile();
+    Visit v{nullptr, -1, 0};
+    if (is) {
+        v.segment = segment_of(r, head);
+        const int flags = (i == 0) << 20 | (i == e.visits - 1) << 21;
+        // From a position on, as info_cut tells it.
+        const auto cut = [&](int position, int most) {
+            if (p.window_left < 0) return 0;
+            return min(max(window_begin(p, row) + p.tokens - 1 - position, 0), most);
+        };
+        if (i < e.windows) {
+            const bool tail = i >= e.sinks;
+            const int token = (i - (tail ? e.sinks : 0)) * C::kWindowTokens;  // in the window
+            const int valid = min(C::kWindowTokens, (tail ? row.tail : row.sink) - token);
+            const int left = min(255, (tail ? row.tail : row.total()) - token);
+            const unsigned capacity = tail ? p.tail_rows : p.sink;
+            const unsigned place = tail ? (row.packed + token) % capacity : token;
+            const int straight = min(valid, static_cast<int>(capacity - place));
+            v.source = (tail ? p.tail_keys : p.sink_keys) +
+                       ((int64_t{row.sequence} * kv_heads + head) * capacity + place) * C::kRowBytes;
+            v.info = valid | left << 8 | (tail ? kTail : kSink) << 16 | straight << 22 |
+                     cut(tail ? row.sink + row.packed + token : token, 31) << 27 | flags;
+        } else {
+            v.source = p.pages + (int64_t{page} * kv_heads + head) * p.page_bytes;
+            v.info = min(C::kVisitTokens, row.packed - in_pages) | min(255, row.packed + row.tail - in_pages) << 8 |
+                     kPage << 16 | in_pages % kPageTokens / kBlockTokens << 18 | cut(row.sink + in_pages, 255) << 22 | flags;
+        }
+    }
+    seen = {v.segment, begin, begin + e.place(e.visits - 1), begin + row.weight};
+    if (lane < count) shared.plan[warp][(from + lane) % 32] = v;
+    return v;
+}
+
+// Asks for a visit's bytes; by one lane. A visit that follows one to the same key group does not need its parameters
+// again.
+template <class C>
+__device__ __forceinline__ void copy_visit(SharedStorage<C>& shared, const DecodeArgs& p, const Visit& v, int stage,
+                                           bool follows, int warp) {
+    const uint32_t to = shared_address(shared.ring[warp][stage]), bar = shared_address(&shared.full[warp][stage]);
+    if (info_kind(v.info) != kPage) {
+        const bool tail = info_kind(v.info) == kTail;
+        const uint8_t* const values =
+            (tail ? p.tail_values : p.sink_values) + (v.source - (tail ? p.tail_keys : p.sink_keys));
+        const uint32_t straight = info_straight(v.info) * C::kRowBytes;
+        const uint32_t rest = info_valid(v.info) * C::kRowBytes - straight;
+        barrier_expect(bar, 2 * (straight + rest));
+        bulk_copy(to, v.source, straight, bar);
+        bulk_copy(to + C::kWindowHalf, values, straight, bar);
+        if (rest > 0) {  // the ring goes on at its beginning
+            const int64_t back = int64_t{p.tail_rows} * C::kRowBytes - straight;
+            bulk_copy(to + straight, v.source - back, rest, bar);
+            bulk_copy(to + C::kWindowHalf + straight, values - back, rest, bar);
+        }
+        return;
+    }
+    const int block = info_block(v.info), part = info_part<C>(v.info);
+    const uint8_t* const group = v.source + block / C::kGroupBlocks * C::kGroupBytes;
+    const bool skip = part > 0 && follows;
+    barrier_expect(bar, skip ? C::kVisitBytes - C::kKeyParams : C::kVisitBytes);
+    if (part == 0) {
+        bulk_copy(to, group, C::kKeyBytes, bar);
+    } else {
+        if (!skip) bulk_copy(to, group, C::kKeyParams, bar);
+        bulk_copy(to + C::kKeyParams, group + C::kKeyParams + part * C::kVisitBlocks * C::kKeyCodes,
+                  C::kKeyBytes - C::kKeyParams, bar);
+    }
+    bulk_copy(to + C::kKeyBytes, v.source + p.value_offset + block * C::kValueBlock, C::kValueBytes, bar);
+}
+
+}  // namespace kivi::cuda::fast
