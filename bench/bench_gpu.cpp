@@ -45,6 +45,7 @@ struct Case {
     bool rotated;      // values
     int sink, recent;  // 0: no windows
     int query_tokens;
+    bool bf16 = false;
 };
 const Case kCases[] = {
     {"2/2 g32", 2, 2, 32, 128, false, 0, 0, 1},     {"2/2 g64", 2, 2, 64, 128, false, 0, 0, 1},
@@ -52,7 +53,8 @@ const Case kCases[] = {
     {"3/2 g64", 3, 2, 64, 128, false, 0, 0, 1},     {"4/2 g32", 4, 2, 32, 128, false, 0, 0, 1},
     {"4/2 g64", 4, 2, 64, 128, false, 0, 0, 1},     {"4/4 g32", 4, 4, 32, 128, false, 0, 0, 1},
     {"2/2 g32 32+128", 2, 2, 32, 128, false, 32, 128, 1}, {"2/2 g32 2 tokens", 2, 2, 32, 128, false, 0, 0, 2},
-    {"2/2 g32 dim 64", 2, 2, 32, 64, false, 0, 0, 1},
+    {"2/2 g32 4 tokens", 2, 2, 32, 128, false, 0, 0, 4},  {"2/2 g32 bf16", 2, 2, 32, 128, false, 0, 0, 1, true},
+    {"2/2 g32 dim 64", 2, 2, 32, 64, false, 0, 0, 1},     {"2/2 g32 dim 256", 2, 2, 32, 256, false, 0, 0, 1},
 };
 
 // What is measured: specs and windows under a name.
@@ -63,6 +65,7 @@ struct Storage {
     bool beside = false;  // windows stand beside the context, not in it
     int dim = 128, query_tokens = 1;
     bool fresh = false;   // the query tokens are not in the cache: the call brings their keys and values
+    int32_t dtype = KIVI_F16;
     uint64_t flags = 0;  // of attend
 };
 
@@ -76,6 +79,7 @@ Storage storage_of(const Case& c) {
     s.beside = true;
     s.dim = c.dim;
     s.query_tokens = c.query_tokens;
+    s.dtype = c.bf16 ? KIVI_BF16 : KIVI_F16;
     return s;
 }
 
@@ -112,10 +116,10 @@ struct Bench {
     std::string table;  // the group at hand
 };
 
-kivi_tensor tensor(void* data, std::vector<int64_t> shape, bool one_row) {
+kivi_tensor tensor(void* data, std::vector<int64_t> shape, bool one_row, int32_t dtype = KIVI_F16) {
     kivi_tensor t{};
     t.data = data;
-    t.dtype = KIVI_F16;
+    t.dtype = dtype;
     t.device = KIVI_CUDA;
     t.rank = static_cast<int32_t>(shape.size());
     int64_t stride = 1;
@@ -187,11 +191,12 @@ void print_line(const Bench& bench, const char* suite, const Storage& s, const S
                 const char* path) {
     const double gbps = bytes / us / 1e3;
     std::printf("{\"suite\": \"%s\", \"table\": \"%s\", \"case\": {\"backend\": \"cuda\", \"batch\": %d, \"q_heads\": %d, "
-                "\"kv_heads\": %d, \"head_dim\": %d, \"context\": %d, \"q_len\": %d, \"dtype\": \"f16\", \"preset\": \"%s\", "
+                "\"kv_heads\": %d, \"head_dim\": %d, \"context\": %d, \"q_len\": %d, \"dtype\": \"%s\", \"preset\": \"%s\", "
                 "\"k_bits\": %d, \"v_bits\": %d, \"group\": %d, \"threads\": %d, \"isa\": \"sm_%d\", \"hadamard\": %s, "
                 "\"query_aware\": %s, \"path\": \"%s\"}, \"median_us\": %.3f, \"bytes\": %.0f, \"gbps\": %.1f, "
                 "\"ratios\": {\"copy\": %.4f}}\n",
                 suite, bench.table.c_str(), shape.batch, shape.q_heads, shape.kv_heads, s.dim, shape.tokens, s.query_tokens,
+                s.dtype == KIVI_BF16 ? "bf16" : "f16",
                 s.name.c_str(), s.k.bits, s.v.bits, s.k.group, bench.device.threads, bench.device.capability,
                 s.v.transform == KIVI_TRANSFORM_HADAMARD ? "true" : "false",
                 s.k.rounding == KIVI_ROUND_QUERY_AWARE ? "true" : "false", path, us, bytes, gbps, gbps / bench.copy_gbps);
@@ -220,6 +225,7 @@ class Cache {
         config_.layer.kv_heads = kv_heads;
         config_.layer.q_heads = q_heads;
         config_.layer.key_dim = config_.layer.value_dim = s.dim;
+        config_.window_dtype = s.dtype;
         config_.layer.k = s.k;
         config_.layer.v = s.v;
         config_.sink = s.sink, config_.recent = s.recent, config_.flush = s.flush, config_.schedule = s.schedule;
@@ -257,8 +263,8 @@ kivi_batch batch_of(int rows, int count) {
 }
 
 void measure_attend(const Bench& bench, const Storage& s, Shape shape) {
-    const int over = 128 / s.dim;  // narrower heads: more of them
-    shape.kv_heads *= over, shape.q_heads *= over;
+    // Narrower heads: more of them, and the other way round.
+    shape.kv_heads = shape.kv_heads * 128 / s.dim, shape.q_heads = shape.q_heads * 128 / s.dim;
     const bool chunk = s.query_tokens > kFewTokens || (s.fresh && s.flags != 0);  // a long call
     const int length = shape.tokens + (s.beside ? s.sink + s.recent : 0);
     const double element_bits = (s.k.bits + s.v.bits) / 2.0 + (s.k.bits == 16 ? 0 : 32.0 / std::max(32, s.k.group));
@@ -282,8 +288,8 @@ void measure_attend(const Bench& bench, const Storage& s, Shape shape) {
     size_t workspace_bytes = 0;
     ok(kivi_attend_workspace(cache, -1, shape.batch, s.query_tokens, &workspace_bytes), "workspace");
     const DeviceArray workspace(workspace_bytes);
-    const kivi_tensor q = tensor(queries.data(), {shape.batch, s.query_tokens, shape.q_heads, s.dim}, false);
-    const kivi_tensor to = tensor(out.data(), {shape.batch, s.query_tokens, shape.q_heads, s.dim}, false);
+    const kivi_tensor q = tensor(queries.data(), {shape.batch, s.query_tokens, shape.q_heads, s.dim}, false, s.dtype);
+    const kivi_tensor to = tensor(out.data(), {shape.batch, s.query_tokens, shape.q_heads, s.dim}, false, s.dtype);
     kivi_attend_params params;
     ok(kivi_attend_params_init(&params, sizeof params), "params");
     params.flags = s.flags;
@@ -420,7 +426,7 @@ void run_sweep(const Bench& bench, bool quick) {
 
 void run_prompts(const Bench& bench, bool quick) {
     for (const Case& c : kCases) {
-        if (c.sink > 0 || c.query_tokens > 1 || c.dim != 128 || (quick && c.group != 64)) continue;
+        if (c.sink > 0 || c.query_tokens > 1 || c.dim != 128 || c.bf16 || (quick && c.group != 64)) continue;
         for (bool query_aware : {false, true}) measure_prompt(bench, storage_of(c), query_aware, 32768);
         measure_prompt(bench, storage_of(c), false, 2048);
     }
