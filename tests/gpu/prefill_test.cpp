@@ -15,6 +15,7 @@ namespace {
 struct Serving {
     int kv_heads, q_heads, sink, recent, flush, max_tokens;
     bool rotated_keys, rotated_values;
+    int32_t dtype = KIVI_F16;  // of windows, queries, and keys and values of the call; bf16: results are f32
 };
 
 kivi_config config_for(const Instance& instance, const Serving& serving, int sequences) {
@@ -40,6 +41,7 @@ kivi_config config_for(const Instance& instance, const Serving& serving, int seq
     config.recent = serving.recent;
     config.flush = serving.flush;
     config.threads = 8;
+    config.window_dtype = serving.dtype;
     return config;
 }
 
@@ -86,8 +88,8 @@ class Pair {
         for (int32_t count : counts) most = std::max(most, count);
         std::vector<float> queries = numbers.rows(heads, dim);
         for (float& x : queries) x *= ask.q_scale;
-        Halfs q(queries), out(heads * dim), k(rows(tokens)), v(rows(tokens));
-        Floats lse(heads), wide(heads * dim), wide_lse(heads), sinks(numbers.rows(1, q_heads));
+        Halfs q(queries, dtype), out(heads * dim), k(rows(tokens), dtype), v(rows(tokens), dtype);
+        Floats exact_out(heads * dim), lse(heads), wide(heads * dim), wide_lse(heads), sinks(numbers.rows(1, q_heads));
         const kivi_batch batch = batch_of(batch_rows, nullptr, counts.data(), most);
         const auto call = [&](const Cache& cache, const kivi_tensor& to, Floats& to_lse, const Workspace& workspace) {
             const kivi_tensor in = q.view(cache.device, {tokens, q_heads, dim});
@@ -108,11 +110,13 @@ class Pair {
         call(cpu, wide.view(KIVI_CPU, {tokens, q_heads, dim}), wide_lse, on_cpu);
         std::vector<float> result;
         for (int turn = 0; turn < 2; ++turn) {
-            const kivi_tensor to = out.view(KIVI_CUDA, {tokens, q_heads, dim});
-            CUDA_OK(cudaMemset(to.data, 0xFF, out.host.size() * 2));
+            const bool exact = dtype == KIVI_BF16;
+            const kivi_tensor to = exact ? exact_out.view(KIVI_CUDA, {tokens, q_heads, dim})
+                                         : out.view(KIVI_CUDA, {tokens, q_heads, dim});
+            CUDA_OK(cudaMemset(to.data, 0xFF, heads * dim * (exact ? 4 : 2)));
             call(gpu, to, lse, on_gpu);
             CUDA_OK(cudaDeviceSynchronize());
-            const std::vector<float> again = out.download();
+            const std::vector<float> again = exact ? exact_out.download() : out.download();
             if (turn > 0) CHECK(again == result);
             result = again;
         }
@@ -122,12 +126,14 @@ class Pair {
 
     Cache cpu, gpu;
     const int kv_heads, q_heads, dim;
+    const int32_t dtype;
     Numbers numbers{17};
 
   private:
     Pair(const kivi_config& config, uint64_t flags)
         : cpu(with_flags(config, flags), KIVI_CPU), gpu(config, KIVI_CUDA), kv_heads(config.layer.kv_heads),
-          q_heads(config.layer.q_heads), dim(config.layer.key_dim) {
+          q_heads(config.layer.q_heads), dim(config.layer.key_dim),
+          dtype(config.window_dtype) {
         kivi_support support{};
         kivi_config on_gpu = config;
         on_gpu.device = KIVI_CUDA;
@@ -163,15 +169,19 @@ class Pair {
 
 }  // namespace
 
-TEST_CASE("every instance: ragged batches, sinks and tails, ratios, more queries than tokens") {
+namespace {
+
+void check_every_instance(int32_t dtype) {
     for (const Instance& instance : kInstances) {
         CAPTURE(instance.name);
         const int unit = instance.key_group;
         int turn = 0;
-        for (const Serving& serving :
+        for (Serving serving :
              {Serving{2, 8, 0, 0, unit, 3000, false, false}, Serving{2, 2, unit, 96, unit, 3000, true, false},
               Serving{1, 16, 2 * unit, 72, unit, 3000, false, true}, Serving{3, 6, unit, 5, unit, 3000, true, true}}) {
             CAPTURE(turn++);
+            serving.dtype = dtype;
+            if (instance.dim > 128) continue;  // the general kernel's
             Pair pair(instance, serving, {0, 3, 64, 333, 1000, 2900});
             pair.compare({40, 17, 1, 0, 100, 33});
             pair.compare({3, 9, 4, 9, 2, 9});
@@ -179,6 +189,13 @@ TEST_CASE("every instance: ragged batches, sinks and tails, ratios, more queries
         }
     }
 }
+
+}  // namespace
+
+TEST_CASE("every instance: ragged batches, sinks and tails, ratios, more queries than tokens") {
+    check_every_instance(KIVI_F16);
+}
+TEST_CASE("every instance with bf16 windows and queries") { check_every_instance(KIVI_BF16); }
 
 TEST_CASE("windows, soft caps, learned sinks, scales, and tokens of the call") {
     for (const Instance& instance : {kInstances[3], kInstances[8]}) {
