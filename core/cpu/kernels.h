@@ -89,7 +89,7 @@ struct PackedPart {
 // packed values [groups][kLanes] sums of p * min that are not yet added over lanes.
 struct RowState {
     float* const* acc;
-    float* max;  // of the scores so far, or up to 8 less (softmax); -infinity: none
+    float* max;  // at least the largest score so far, at most 8 more; -infinity: none
     float* sum;  // of exp2(score - max)
 };
 

@@ -51,11 +51,11 @@ HWY_INLINE VF Exp2(VF x) {
     x = hn::Max(x, hn::Set(d, -126.0f));
     const VF n = hn::Round(x);
     const VF f = hn::Sub(x, n);
-    VF y = hn::Set(d, 1.33336498402e-3f);
-    y = hn::MulAdd(y, f, hn::Set(d, 9.61823736e-3f));
-    y = hn::MulAdd(y, f, hn::Set(d, 5.55040841e-2f));
-    y = hn::MulAdd(y, f, hn::Set(d, 2.40226450e-1f));
-    y = hn::MulAdd(y, f, hn::Set(d, 6.93147182e-1f));
+    VF y = hn::Set(d, 1.338130254e-3f);
+    y = hn::MulAdd(y, f, hn::Set(d, 9.666368515e-3f));
+    y = hn::MulAdd(y, f, hn::Set(d, 5.550381014e-2f));
+    y = hn::MulAdd(y, f, hn::Set(d, 2.402234904e-1f));
+    y = hn::MulAdd(y, f, hn::Set(d, 6.931471806e-1f));
     y = hn::MulAdd(y, f, hn::Set(d, 1.0f));
     return hn::BitCast(d, hn::Add(hn::BitCast(D32(), y), hn::ShiftLeft<23>(ToInt(n))));
 }

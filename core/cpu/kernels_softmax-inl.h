@@ -17,7 +17,9 @@ namespace kivi::cpu::HWY_NAMESPACE {
 
 constexpr float kHidden = std::numeric_limits<float>::lowest();  // score of lanes that belong to no token
 constexpr float kLog2E = 1.44269504f;
-constexpr float kHeadroom = 8.0f;  // weights may reach 2^8 before sums are rescaled: fp32 has room, and it is rare then
+// Sums are rescaled to a maximum that is this much above the largest score, so that it is rarely necessary. (Weights
+// beyond 1 would do too, if values near the end of fp32 did not then overflow.)
+constexpr float kHeadroom = 8.0f;
 
 // Lanes of the vectors from first to last that are outside begin .. end - 1.
 HWY_INLINE void HideLanes(float* HWY_RESTRICT s, int first, int begin, int end, int last) {
@@ -60,14 +62,15 @@ HWY_INLINE void SoftmaxRow(float* HWY_RESTRICT s, int begin, int end, float cap,
         top = hn::Max(x, top);
     }
     const float peak = MaxLanes(top);
-    if (peak > max + kHeadroom) {
+    if (peak > max) {
+        const float grown = peak + kHeadroom;
         if (sum != 0) {
-            const float shrink = std::exp2(max - peak);
+            const float shrink = std::exp2(max - grown);
             sum *= shrink;
             const VF vshrink = hn::Set(d, shrink);
             for (int i = 0; i < acc_size; i += N) hn::StoreU(hn::Mul(hn::LoadU(d, acc + i), vshrink), d, acc + i);
         }
-        max = peak;
+        max = grown;
     }
     const VF vmax = hn::Set(d, max);
     VF total = bad;

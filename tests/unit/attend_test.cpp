@@ -370,7 +370,7 @@ TEST_CASE("an outlier channel does not cost the others their precision") {
         for (Target target : targets()) {
             ForcedTarget forced(target);
             Result result = attend(fast, q, k, v, {{0, 1}}, {});
-            INFO(bits, " bits on ", cpu::simd::target_name(target));
+            INFO(bits, " bits on ", std::string(cpu::simd::target_name(target)));
             CHECK(relative_error(result.out, expected.out) < 1e-3);
             // Channel 7 drowns the others in the norm: look at those far from it by themselves.
             double error = 0, norm = 0;
@@ -404,6 +404,56 @@ TEST_CASE("constant values come back over a long context") {
     }
 }
 
+TEST_CASE("values near the end of fp32 come back while scores grow from visit to visit") {
+    Shape shape = usual_shape();
+    shape.k = shape.v = make_spec(16, C, 32, 0);
+    shape.window_dtype = KIVI_F32;
+    shape.kv_heads = shape.ratio = 1;
+    const int64_t length = 640;
+    for (float value : {1e34f, 1e36f}) {
+        for (float growth : {0.0f, 7.9f, 8.1f, 40.0f}) {  // in powers of two, every 128 tokens
+            Cache cache(shape, false);
+            Tensor k(length, 1, 128), v(length, 1, 128), q(1, 1, 128);
+            k.fill([&](int64_t t, int, int c) { return c == 0 ? growth * static_cast<float>(t / 128) : 0.0f; });
+            v.fill([&](int64_t, int, int) { return value; });
+            q.fill([](int64_t, int, int c) { return c == 0 ? 0.693147f * std::sqrt(128.0f) : 0.0f; });
+            cache.append(0, k, v, 0, length);
+            for (Target target : targets()) {
+                ForcedTarget forced(target);
+                Result result = attend(cache, q, k, v, {{0, 1}}, {});
+                INFO("value ", value, ", growth ", growth, " on ", std::string(cpu::simd::target_name(target)));
+                for (float x : values_of(result.out, 0, 1)) CHECK(std::fabs(x / value - 1) < 1e-5);
+            }
+        }
+    }
+}
+
+TEST_CASE("a soft cap multiplies errors of the exponential by itself: it has few") {
+    Shape shape = usual_shape();
+    shape.k = shape.v = make_spec(16, C, 32, 0);
+    shape.window_dtype = KIVI_F32;
+    shape.kv_heads = shape.ratio = 1;
+    const int64_t length = 256;
+    for (float cap : {50.0f, 1000.0f, 5000.0f}) {
+        Tensor k(length, 1, 128), v(length, 1, 128), q(1, 1, 128);
+        k.fill([&](int64_t t, int, int c) { return c == 0 ? 0.173287f * cap + (t % 2 == 0 ? -0.02f : 0.02f) : 0.0f; });
+        v.fill([](int64_t t, int, int c) { return c == t % 2 ? 1.0f : 0.0f; });
+        q.fill([](int64_t, int, int c) { return c == 0 ? std::sqrt(128.0f) : 0.0f; });
+        Cache fast(shape, false), oracle(shape, true);
+        fast.append(0, k, v, 0, length);
+        oracle.append(0, k, v, 0, length);
+        Options options;
+        options.soft_cap = cap;
+        const Result expected = attend(oracle, q, k, v, {{0, 1}}, options);
+        for (Target target : targets()) {
+            ForcedTarget forced(target);
+            const Result result = attend(fast, q, k, v, {{0, 1}}, options);
+            INFO("cap ", cap, " on ", std::string(cpu::simd::target_name(target)));
+            CHECK(relative_error(result.out, expected.out) < 1e-3);
+        }
+    }
+}
+
 TEST_CASE("soft caps of any size: far above the scores they change nothing, far below they flatten them") {
     const Shape shape = usual_shape();
     Cache fast(shape, false), oracle(shape, true);
@@ -421,7 +471,7 @@ TEST_CASE("soft caps of any size: far above the scores they change nothing, far 
         for (Target target : targets()) {
             ForcedTarget forced(target);
             Result result = attend(fast, q, k, v, {{0, 3}}, options);
-            INFO("cap ", cap, " on ", cpu::simd::target_name(target));
+            INFO("cap ", cap, " on ", std::string(cpu::simd::target_name(target)));
             CHECK(relative_error(result.out, expected.out) < 1e-3);
             CHECK(relative_error(result.lse, expected.lse) < 1e-3);
         }
