@@ -85,8 +85,8 @@ suite_cuda() {
     within "size of libkivi.so with CUDA for sm_90" $(($(stat -c %s "$build/cuda/stripped") / 1024)) $max_cuda_library_kib KiB
     python3 "$root/script/spills.py" "$logs/cuda-build.txt"
     pass
-    cmake --build "$build/cuda" -j "$jobs" --target gpu gpu_error hot_path devices no_code decode prefill pack nogpu_load abi_header_c abi_header_cpp \
-        abi_layout_lock abi_old_client decode_loop_c
+    cmake --build "$build/cuda" -j "$jobs" --target gpu gpu_error hot_path devices no_code decode prefill pack nogpu_load \
+        abi_header_c abi_header_cpp abi_layout_lock abi_old_client decode_loop_c
     ctest_in cuda -R '^(gpu|gpu_error|hot_path|devices|no_code|decode|prefill|pack|nogpu_.*|abi_.*|decode_loop_c)$'
 }
 
@@ -183,8 +183,8 @@ sanitized() {
     local folder=${1//,/-}
     configure "$folder" -DKIVI_SANITIZE="$1"
     cmake --build "$build/$folder" -j "$jobs"
-    ASAN_OPTIONS=detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=second_deadlock_stack=1 \
-        ctest_in "$folder" "${@:2}"
+    ASAN_OPTIONS=detect_stack_use_after_return=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
+        TSAN_OPTIONS=second_deadlock_stack=1 ctest_in "$folder" "${@:2}"
 }
 
 # 64-bit ARM: everything compiles, and what needs no long time runs in an emulator.

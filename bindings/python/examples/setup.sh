@@ -25,7 +25,7 @@ kivi_ready() {
     "$python" -c 'import gguf, matplotlib, numpy, regex' 2>/dev/null ||
         pip_install "the Python packages of the examples" -r "$examples/requirements.txt"
     local sum
-    sum="$(sources_sum) ${options[*]}"
+    sum="$(sources_sum)${options[*]:+ ${options[*]}}"
     [ "$(cat "$root/.venv/kivi.sum" 2>/dev/null)" = "$sum" ] && "$python" -c 'import kivi' 2>/dev/null && return
     pip_install "the Python binding, with the library built for it" --force-reinstall --no-deps "${options[@]}" "$root/bindings/python"
     echo "$sum" >"$root/.venv/kivi.sum"
