@@ -55,16 +55,24 @@ processor_seconds() {
     printf -v "$1" %d "$(awk -F '[ms ]+' 'NR == 2 {print int($1 * 60 + $2 + $3 * 60 + $4)}' "$logs/$suite.times")"
 }
 
+# build_library FOLDER NAME SECONDS KIB: compiles the library of a configured build, within budgets.
+build_library() {
+    local folder=$build/$1 before after
+    processor_seconds before
+    cmake --build "$folder" -j "$jobs" --target kivi >"$logs/$1-build.txt" 2>&1 || {
+        cat "$logs/$1-build.txt"
+        return 1
+    }
+    processor_seconds after
+    within "compile of $2" $((after - before)) "$3" s
+    strip -o "$folder/stripped" "$folder/core/libkivi.so"
+    within "size of $2" $(($(stat -c %s "$folder/stripped") / 1024)) "$4" KiB
+}
+
 suite_build() {
     configure release
-    local before after
-    processor_seconds before
-    cmake --build "$build/release" -j "$jobs" --target kivi
-    processor_seconds after
-    within "compile of libkivi" $((after - before)) $max_build_seconds s
+    build_library release libkivi.so $max_build_seconds $max_library_kib
     cmake --build "$build/release" -j "$jobs"
-    strip -o "$build/release/stripped" "$build/release/core/libkivi.so"
-    within "size of libkivi.so" $(($(stat -c %s "$build/release/stripped") / 1024)) $max_library_kib KiB
 }
 
 # The CUDA code for one architecture, compiled whether or not there is a GPU. The library must keep its names and
@@ -73,16 +81,7 @@ suite_cuda() {
     not_quick || return 0
     "$root/script/bootstrap" --cuda
     configure cuda -DKIVI_CUDA=ON -DKIVI_CUDA_ARCHITECTURES=90-real -DCMAKE_CUDA_FLAGS="-Xptxas=-v"
-    local before after
-    processor_seconds before
-    cmake --build "$build/cuda" -j "$jobs" --target kivi >"$logs/cuda-build.txt" 2>&1 || {
-        cat "$logs/cuda-build.txt"
-        return 1
-    }
-    processor_seconds after
-    within "compile of libkivi with CUDA for sm_90" $((after - before)) $max_cuda_build_seconds s
-    strip -o "$build/cuda/stripped" "$build/cuda/core/libkivi.so"
-    within "size of libkivi.so with CUDA for sm_90" $(($(stat -c %s "$build/cuda/stripped") / 1024)) $max_cuda_library_kib KiB
+    build_library cuda "libkivi.so with CUDA for sm_90" $max_cuda_build_seconds $max_cuda_library_kib
     python3 "$root/script/spills.py" "$logs/cuda-build.txt"
     pass
     cmake --build "$build/cuda" -j "$jobs" --target gpu gpu_error hot_path devices no_code decode prefill pack nogpu_load \
@@ -95,17 +94,7 @@ suite_cuda() {
 suite_release() {
     "$root/script/bootstrap" --cuda
     configure cuda-release -DKIVI_CUDA=ON
-    local before after
-    processor_seconds before
-    cmake --build "$build/cuda-release" -j "$jobs" --target kivi >"$logs/release-build.txt" 2>&1 || {
-        cat "$logs/release-build.txt"
-        return 1
-    }
-    processor_seconds after
-    within "compile of libkivi with CUDA for every GPU" $((after - before)) $max_release_build_seconds s
-    strip -o "$build/cuda-release/stripped" "$build/cuda-release/core/libkivi.so"
-    within "size of libkivi.so with CUDA for every GPU" \
-        $(($(stat -c %s "$build/cuda-release/stripped") / 1024)) $max_release_library_kib KiB
+    build_library cuda-release "libkivi.so with CUDA for every GPU" $max_release_build_seconds $max_release_library_kib
     cmake --build "$build/cuda-release" -j "$jobs" --target nogpu_load conformance property abi_layout_lock abi_old_client
     ctest_in cuda-release -R '^(nogpu_.*|abi_.*|conformance_cpu|property_cpu)$' -E 'abi_header|abi_marks|abi_bindings'
 }
