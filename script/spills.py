@@ -1,6 +1,7 @@
-"""Registers and spills of the CUDA kernels, from the output of a build with -Xptxas=-v.
+"""Registers and spills of the CUDA kernels, from the output of all builds of a folder with -Xptxas=-v.
 
-Prints one line a kernel that spills. A kernel of the fast order that attends must not spill: exit code 1.
+Prints one line a kernel that spills. A kernel of the fast order that attends must not spill: exit code 1. What was compiled
+more than once counts as it was compiled last.
 """
 
 import argparse
@@ -32,17 +33,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("log", type=argparse.FileType())
     with parser.parse_args().log as file:
-        found = list(kernels(file))
+        found = {name: (spilled, registers) for name, spilled, registers in kernels(file)}
     if not found:
         sys.exit("no kernels in the output of the build")
     failed = False
-    for name, spilled, registers in found:
+    for name, (spilled, registers) in found.items():
         if spilled == 0:
             continue
         fast = "decode" in name or "prefill" in name
         failed = failed or fast
         print(f"{readable(name)}: {registers} registers, {spilled} bytes of spills{', not allowed' if fast else ''}")
-    print(f"{len(found)} kernels, most registers {max(registers for _, _, registers in found)}")
+    print(f"{len(found)} kernels, most registers {max(registers for _, registers in found.values())}")
     sys.exit(1 if failed else 0)
 
 

@@ -55,12 +55,13 @@ processor_seconds() {
     printf -v "$1" %d "$(awk -F '[ms ]+' 'NR == 2 {print int($1 * 60 + $2 + $3 * 60 + $4)}' "$logs/$suite.times")"
 }
 
-# build_library FOLDER NAME SECONDS KIB: compiles the library of a configured build, within budgets.
+# build_library FOLDER NAME SECONDS KIB: compiles the library of a configured build, within budgets. What its builds printed
+# is kept in the folder's library.txt.
 build_library() {
     local folder=$build/$1 before after
     processor_seconds before
-    cmake --build "$folder" -j "$jobs" --target kivi >"$logs/$1-build.txt" 2>&1 || {
-        cat "$logs/$1-build.txt"
+    cmake --build "$folder" -j "$jobs" --target kivi >>"$folder/library.txt" 2>&1 || {
+        tail -n 100 "$folder/library.txt"
         return 1
     }
     processor_seconds after
@@ -82,7 +83,7 @@ suite_cuda() {
     "$root/script/bootstrap" --cuda
     configure cuda -DKIVI_CUDA=ON -DKIVI_CUDA_ARCHITECTURES=90-real -DCMAKE_CUDA_FLAGS="-Xptxas=-v"
     build_library cuda "libkivi.so with CUDA for sm_90" $max_cuda_build_seconds $max_cuda_library_kib
-    python3 "$root/script/spills.py" "$logs/cuda-build.txt"
+    python3 "$root/script/spills.py" "$build/cuda/library.txt"
     pass
     cmake --build "$build/cuda" -j "$jobs" --target gpu gpu_error hot_path devices no_code decode prefill pack nogpu_load \
         abi_header_c abi_header_cpp abi_layout_lock abi_old_client decode_loop_c
