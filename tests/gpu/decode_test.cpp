@@ -250,31 +250,20 @@ TEST_CASE("a captured step replays while lengths advance, in a workspace that ot
         KIVI_OK_(kivi_append(cache, 0, &batch, &keys, &values, stream));
         KIVI_OK_(kivi_attend(cache, 0, &batch, &queries, &result, nullptr, workspace.data, workspace.bytes, stream));
     };
-    cudaStream_t stream;
-    CUDA_OK(cudaStreamCreate(&stream));
-    CUDA_OK(cudaDeviceSynchronize());
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
-    CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-    step(pair.gpu, on_gpu, stream);
-    CUDA_OK(cudaStreamEndCapture(stream, &graph));
-    CUDA_OK(cudaGraphInstantiate(&exec, graph, 0));
+    const Stream stream;
+    const Captured captured(stream, [&] { step(pair.gpu, on_gpu, stream); });
     for (int i = 0; i < steps; ++i) {
         k.set(pair.numbers.rows(rows * shape.kv_heads, dim)), v.set(pair.numbers.rows(rows * shape.kv_heads, dim));
         q.set(pair.numbers.rows(rows * shape.q_heads, dim));
         if (i % 3 == 0) CUDA_OK(cudaMemset(on_gpu.data, i, on_gpu.bytes));
         CUDA_OK(cudaDeviceSynchronize());
-        CUDA_OK(cudaGraphLaunch(exec, stream));
-        CUDA_OK(cudaStreamSynchronize(stream));
+        captured.replay();
         step(pair.cpu, on_cpu, nullptr);
         CAPTURE(i);
         CHECK(relative_error(out.download(), wide.host) < 3e-3);
     }
     KIVI_OK_(kivi_synchronize(pair.gpu, stream));
     for (int32_t id : ids) CHECK(pair.gpu.blob(id, stream) == pair.cpu.blob(id));
-    CUDA_OK(cudaGraphExecDestroy(exec));
-    CUDA_OK(cudaGraphDestroy(graph));
-    CUDA_OK(cudaStreamDestroy(stream));
 }
 
 TEST_CASE("extremes: a key channel at 7000 with queries of 40, a value channel at 60000") {

@@ -44,9 +44,7 @@ struct Side {
           v(Numbers(2).rows(kTokens * kHeads, kDim)),
           q(Numbers(3).rows(kQueryHeads, kDim)),
           out(kQueryHeads * kDim),
-          workspace(cache, 1, 1) {
-        CUDA_OK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    }
+          workspace(cache, 1, 1) {}
     kivi_tensor view(Halfs& array, std::initializer_list<int64_t> shape) const {
         kivi_tensor tensor = array.view(KIVI_CUDA, shape);
         tensor.device_id = device;
@@ -61,7 +59,7 @@ struct Side {
     kivi_tensor result() { return view(out, {1, 1, kQueryHeads, kDim}); }
 
     const int device;
-    cudaStream_t stream = nullptr;  // lasts as long as the program
+    const Stream stream;
     Cache cache;
     Halfs k, v, q, out;
     Workspace workspace;

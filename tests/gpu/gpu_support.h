@@ -200,6 +200,47 @@ class Workspace {
     bool on_device_ = false;
 };
 
+// A stream that does not wait for the default one.
+class Stream {
+  public:
+    Stream() { CUDA_OK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+    ~Stream() { cudaStreamDestroy(stream_); }
+    Stream(const Stream&) = delete;
+    operator cudaStream_t() const { return stream_; }
+
+  private:
+    cudaStream_t stream_ = nullptr;
+};
+
+// What calls() enqueues on the stream, captured once. Capture in global mode refuses whatever allocates or waits, in any
+// thread.
+class Captured {
+  public:
+    template <class Calls>
+    Captured(cudaStream_t stream, const Calls& calls) : stream_(stream) {
+        CUDA_OK(cudaDeviceSynchronize());
+        CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+        calls();
+        CUDA_OK(cudaStreamEndCapture(stream, &graph_));
+        CUDA_OK(cudaGraphInstantiate(&replay_, graph_, 0));
+    }
+    ~Captured() {
+        cudaGraphExecDestroy(replay_);
+        cudaGraphDestroy(graph_);
+    }
+    Captured(const Captured&) = delete;
+    // Once more, to its end.
+    void replay() const {
+        CUDA_OK(cudaGraphLaunch(replay_, stream_));
+        CUDA_OK(cudaStreamSynchronize(stream_));
+    }
+
+  private:
+    cudaStream_t stream_;
+    cudaGraph_t graph_ = nullptr;
+    cudaGraphExec_t replay_ = nullptr;
+};
+
 struct Shape {
     int kv_heads = 2, q_heads = 4, key_dim = 64, value_dim = 64;
 };

@@ -33,7 +33,7 @@ class Pair {
         for (Cache* cache : {&cpu, &gpu}) {
             const kivi_tensor keys = k.view(cache->device, {rows, count, shape_.kv_heads, shape_.key_dim});
             const kivi_tensor values = v.view(cache->device, {rows, count, shape_.kv_heads, shape_.value_dim});
-            KIVI_OK_(kivi_append(*cache, 0, &batch, &keys, &values, cache == &gpu ? stream : nullptr));
+            KIVI_OK_(kivi_append(*cache, 0, &batch, &keys, &values, cache == &gpu ? static_cast<cudaStream_t>(stream) : nullptr));
         }
         CUDA_OK(cudaDeviceSynchronize());
     }
@@ -211,8 +211,7 @@ TEST_CASE("fault 88, 89: a captured decode step is replayed across flush boundar
     config.threads = 1;
     const int heads = 2, q_heads = 8, dim = 128, rows = 3, steps = 300;
     Cache cpu(config, KIVI_CPU), gpu(config, KIVI_CUDA);
-    cudaStream_t stream;
-    CUDA_OK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    const Stream stream;
     const int32_t ids[rows] = {2, 0, 1};
     const int32_t prompts[rows] = {300, 5, 130};
     Numbers numbers(5);
@@ -221,7 +220,7 @@ TEST_CASE("fault 88, 89: a captured decode step is replayed across flush boundar
     for (Cache* cache : {&cpu, &gpu}) {
         const kivi_tensor k = prompt_k.view(cache->device, {rows, 300, heads, dim});
         const kivi_tensor v = prompt_v.view(cache->device, {rows, 300, heads, dim});
-        KIVI_OK_(kivi_append(*cache, 0, &prompt, &k, &v, cache == &gpu ? stream : nullptr));
+        KIVI_OK_(kivi_append(*cache, 0, &prompt, &k, &v, cache == &gpu ? static_cast<cudaStream_t>(stream) : nullptr));
     }
     for (int32_t id : ids) KIVI_OK_(kivi_sequence_reserve(gpu, id, 900, stream));
 
@@ -234,19 +233,12 @@ TEST_CASE("fault 88, 89: a captured decode step is replayed across flush boundar
         KIVI_OK_(kivi_append(cache, 0, &step, &keys, &values, on));
         KIVI_OK_(kivi_attend(cache, 0, &step, &queries, &result, nullptr, at.data, at.bytes, on));
     };
-    CUDA_OK(cudaStreamSynchronize(stream));
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
-    CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-    decode(gpu, workspace, stream);
-    CUDA_OK(cudaStreamEndCapture(stream, &graph));
-    CUDA_OK(cudaGraphInstantiate(&exec, graph, 0));
+    const Captured captured(stream, [&] { decode(gpu, workspace, stream); });
     for (int i = 0; i < steps; ++i) {
         k.host = numbers.rows(rows * heads, dim), v.host = numbers.rows(rows * heads, dim);
         q.host = numbers.rows(rows * q_heads, dim);
         k.upload(), v.upload(), q.upload();
-        CUDA_OK(cudaGraphLaunch(exec, stream));
-        CUDA_OK(cudaStreamSynchronize(stream));
+        captured.replay();
         decode(cpu, cpu_workspace, nullptr);
         if (i % 37 == 0 || i + 1 == steps) {
             CAPTURE(i);
@@ -260,16 +252,13 @@ TEST_CASE("fault 88, 89: a captured decode step is replayed across flush boundar
     }
 
     // The longest one runs full: nothing more is written, and synchronize says so.
-    for (int i = 0; i < 301; ++i) CUDA_OK(cudaGraphLaunch(exec, stream));
+    for (int i = 0; i < 301; ++i) captured.replay();
     CHECK(kivi_synchronize(gpu, stream) == KIVI_ERROR_CAPACITY);
     CHECK(std::string(kivi_last_error()).find("sequence 2") != std::string::npos);
     CHECK(gpu.length(2) == 900);
     CHECK(gpu.length(0) == 5 + steps + 301);
     KIVI_OK_(kivi_sequence_reset(gpu, 2, stream));
     KIVI_OK_(kivi_synchronize(gpu, stream));
-    CUDA_OK(cudaGraphExecDestroy(exec));
-    CUDA_OK(cudaGraphDestroy(graph));
-    CUDA_OK(cudaStreamDestroy(stream));
 }
 
 TEST_CASE("ids, counts and offsets in device memory") {
@@ -338,8 +327,7 @@ TEST_CASE("fault 95: results do not depend on batch, capacity or splits") {
 TEST_CASE("two caches on two streams at once") {
     kivi_config config = config_of(spec_of(4, KIVI_AXIS_CHANNEL, 32), spec_of(4, KIVI_AXIS_TOKEN, 32), {}, 32, 32, 32);
     Cache reference(config, KIVI_CPU), first(config, KIVI_CUDA), second(config, KIVI_CUDA);
-    cudaStream_t streams[2];
-    for (cudaStream_t& stream : streams) CUDA_OK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    const Stream streams[2];
     Numbers numbers(4);
     Floats k(numbers.rows(400 * 2, 64)), v(numbers.rows(400 * 2, 64));
     const int32_t id = 0;
@@ -349,12 +337,11 @@ TEST_CASE("two caches on two streams at once") {
             kivi_tensor keys = k.view(cache->device, {1, 1, 2, 64}), values = v.view(cache->device, {1, 1, 2, 64});
             keys.data = static_cast<float*>(keys.data) + token * 128;
             values.data = static_cast<float*>(values.data) + token * 128;
-            KIVI_OK_(kivi_append(*cache, 0, &batch, &keys, &values, cache == &reference ? nullptr : streams[cache == &second]));
+            KIVI_OK_(kivi_append(*cache, 0, &batch, &keys, &values, cache == &reference ? nullptr : static_cast<cudaStream_t>(streams[cache == &second])));
         }
     }
     CHECK(first.blob(0, streams[0]) == reference.blob(0));
     CHECK(second.blob(0, streams[1]) == reference.blob(0));
-    for (cudaStream_t stream : streams) CUDA_OK(cudaStreamDestroy(stream));
 }
 
 TEST_CASE("memory of the wrong kind is refused, and nothing changes") {

@@ -124,17 +124,6 @@ class Decode {
     Workspace workspace_;
 };
 
-class Stream {
-  public:
-    Stream() { CUDA_OK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-    ~Stream() { cudaStreamDestroy(stream_); }
-    Stream(const Stream&) = delete;
-    operator cudaStream_t() const { return stream_; }
-
-  private:
-    cudaStream_t stream_ = nullptr;
-};
-
 // Holds a stream back until it is opened, ten seconds at most.
 class Gate {
   public:
@@ -225,7 +214,6 @@ TEST_CASE("no device memory, no waiting, no stream but the caller's") {
     }
 }
 
-// Capture in global mode refuses whatever allocates or waits, in any thread.
 TEST_CASE("TEST 35: the very first calls can be captured") {
     for (const char* preset : kPresets) {
         CAPTURE(preset);
@@ -234,18 +222,10 @@ TEST_CASE("TEST 35: the very first calls can be captured") {
         Decode<Halfs> expected(cpu, 3, 70), decode(gpu, 3, 70);
         CHECK(expected.run(nullptr) == 0);
         const Stream stream;
-        cudaGraph_t graph;
-        cudaGraphExec_t replay;
-        CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-        CHECK(decode.run(stream) == 0);
-        CUDA_OK(cudaStreamEndCapture(stream, &graph));
-        CUDA_OK(cudaGraphInstantiate(&replay, graph, 0));
-        CUDA_OK(cudaGraphLaunch(replay, stream));
-        CUDA_OK(cudaStreamSynchronize(stream));
+        const Captured captured(stream, [&] { CHECK(decode.run(stream) == 0); });
+        captured.replay();
         CHECK(relative_error(decode.results(), expected.results()) < 3e-3);
         for (int32_t id = 0; id < 3; ++id) CHECK(gpu.blob(id, stream) == cpu.blob(id));
-        CUDA_OK(cudaGraphExecDestroy(replay));
-        CUDA_OK(cudaGraphDestroy(graph));
     }
 }
 

@@ -188,30 +188,19 @@ TEST_CASE("a captured chunk of a prompt replays") {
     KIVI_OK_(kivi_sequence_reserve(pair.gpu, sequence, 3000, nullptr));
     Halfs k(pair.numbers.rows(count * 2, dim)), v(pair.numbers.rows(count * 2, dim));
     const kivi_batch batch = batch_of(1, &sequence, nullptr, count);
-    cudaStream_t stream;
-    CUDA_OK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    CUDA_OK(cudaDeviceSynchronize());
+    const Stream stream;
     const auto append = [&](Cache& cache, kivi_stream on) {
         const kivi_tensor keys = k.view(cache.device, {1, count, 2, dim}), values = v.view(cache.device, {1, count, 2, dim});
         KIVI_OK_(kivi_append(cache, 0, &batch, &keys, &values, on));
     };
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
-    CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-    append(pair.gpu, stream);
-    CUDA_OK(cudaStreamEndCapture(stream, &graph));
-    CUDA_OK(cudaGraphInstantiate(&exec, graph, 0));
+    const Captured captured(stream, [&] { append(pair.gpu, stream); });
     for (int i = 0; i < 5; ++i) {
         k.set(pair.numbers.rows(count * 2, dim)), v.set(pair.numbers.rows(count * 2, dim));
-        CUDA_OK(cudaGraphLaunch(exec, stream));
-        CUDA_OK(cudaStreamSynchronize(stream));
+        captured.replay();
         append(pair.cpu, nullptr);
     }
     KIVI_OK_(kivi_synchronize(pair.gpu, stream));
     CHECK(pair.gpu.blob(sequence, stream) == pair.cpu.blob(sequence));
-    CUDA_OK(cudaGraphExecDestroy(exec));
-    CUDA_OK(cudaGraphDestroy(graph));
-    CUDA_OK(cudaStreamDestroy(stream));
 }
 
 int main(int argc, char** argv) {

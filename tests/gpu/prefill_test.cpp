@@ -256,31 +256,20 @@ TEST_CASE("a captured chunk of a prompt replays while lengths advance, in a work
             KIVI_OK_(kivi_attend(cache, 0, &batch, &queries, &result, &params, workspace.data, workspace.bytes, stream));
             if (fresh) KIVI_OK_(kivi_append(cache, 0, &batch, &keys, &values, stream));
         };
-        cudaStream_t stream;
-        CUDA_OK(cudaStreamCreate(&stream));
-        CUDA_OK(cudaDeviceSynchronize());
-        cudaGraph_t graph;
-        cudaGraphExec_t exec;
-        CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-        step(pair.gpu, on_gpu, stream);
-        CUDA_OK(cudaStreamEndCapture(stream, &graph));
-        CUDA_OK(cudaGraphInstantiate(&exec, graph, 0));
+        const Stream stream;
+        const Captured captured(stream, [&] { step(pair.gpu, on_gpu, stream); });
         for (int i = 0; i < steps; ++i) {
             k.set(pair.rows(rows * count)), v.set(pair.rows(rows * count));
             q.set(pair.numbers.rows(int64_t{rows} * count * serving.q_heads, dim));
             if (i % 3 == 0) CUDA_OK(cudaMemset(on_gpu.data, i, on_gpu.bytes));
             CUDA_OK(cudaDeviceSynchronize());
-            CUDA_OK(cudaGraphLaunch(exec, stream));
-            CUDA_OK(cudaStreamSynchronize(stream));
+            captured.replay();
             step(pair.cpu, on_cpu, nullptr);
             CAPTURE(i);
             CHECK(relative_error(out.download(), wide.host) < 3e-3);
         }
         KIVI_OK_(kivi_synchronize(pair.gpu, stream));
         for (int32_t id : {0, 1}) CHECK(pair.gpu.blob(id, stream) == pair.cpu.blob(id));
-        CUDA_OK(cudaGraphExecDestroy(exec));
-        CUDA_OK(cudaGraphDestroy(graph));
-        CUDA_OK(cudaStreamDestroy(stream));
     }
 }
 
