@@ -122,14 +122,16 @@ __device__ void decode_packed(const TensorStore& store, const uint8_t* part, int
                               int stride) {
     const PageOrder& order = store.order;
     const int bits = order.spec.bits, dim = store.dim;
-    if (order.order != Order::canonical) {
-        with_order(order, [&](auto of) {
-            using O = decltype(of);
-            for (int i = threadIdx.x; i < count * dim; i += kThreads) {
-                const int t = i / dim, c = i % dim;
-                const GroupParams params =
-                    load_params(order, part, O::scale(order, first + t, c), O::min(order, first + t, c));
-                to[t * stride + c] = decode(O::code(order, part, first + t, c), params);
+    if (order.order == Order::fragment) {
+        const int skip = first % kTile, block = first - skip;
+        const FragmentOrder::BlockParams at(order, block / kBlockTokens);
+        with_bits(bits, [&](auto of) {
+            for (int i = threadIdx.x; i < FragmentOrder::pieces(order, kTile); i += kThreads) {
+                FragmentOrder::read<decltype(of)::value>(order, part, block, i, [&](int t, int c, int code) {
+                    const int offset = at.offset(t, c);
+                    const GroupParams params = load_params(order, part, at.scales + offset, at.mins + offset);
+                    if (t >= skip && t < skip + count) to[(t - skip) * stride + c] = decode(code, params);
+                });
             }
         });
         return;

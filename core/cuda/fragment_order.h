@@ -165,6 +165,39 @@ struct FragmentOrderOf {
         *reinterpret_cast<uint32_t*>(part + sizes.codes(keys, first / kBlockTokens + block) + 4 * in_block) = word;
     }
 
+    // The same word read: take(token, channel, code) for each of its codes, tokens counted from `first`. The code in the
+    // bits x comes with the first of its three words.
+    template <int BITS, class Take>
+    KIVI_HOST_DEVICE static void read(const PageOrder& order, const uint8_t* part, int first, int i, const Take& take) {
+        const bool keys = is_keys(order);
+        const FragmentSizes sizes(order.spec, order.dim);
+        const int words = sizes.code_bytes / 4, block = i / words, in_block = i % words;
+        const int vector = in_block / (kVectorBytes / 4), steps = order.dim / 16;
+        const uint32_t* const from =
+            reinterpret_cast<const uint32_t*>(part + sizes.codes(keys, first / kBlockTokens + block)) + in_block;
+        Fragment at;
+        at.lane = in_block / 4 % 32;
+        at.word = in_block % 4;
+        const auto give = [&](int number, int half, uint32_t code) {
+            at.unit = number >= steps, at.step = number - at.unit * steps, at.half = half;
+            take(block * kBlockTokens + token_at(keys, at), channel_at(keys, at), static_cast<int>(code));
+        };
+        const uint32_t word = *from;
+        const bool with_spare = BITS == 3 && vector % 3 == 0;
+        const uint32_t second = with_spare ? from[kVectorBytes / 4] : 0, third = with_spare ? from[kVectorBytes / 2] : 0;
+        for (int half = 0; half < 2; ++half) {
+            for (int field = 0; field < fields_of(BITS); ++field) {
+                give(operand_of(BITS, vector, field), half,
+                     word >> (field_bit(BITS, field) + 16 * half) & ((1u << BITS) - 1));
+            }
+            const int spare = kSpareBit + 16 * half;
+            if (with_spare) {
+                give(vector / 3 * 16 + 15, half,
+                     (word >> spare & 1) | (second >> spare & 1) << 1 | (third >> spare & 1) << 2);
+            }
+        }
+    }
+
     KIVI_HOST_DEVICE static int code(const PageOrder& order, const uint8_t* part, int token, int channel) {
         const bool keys = is_keys(order);
         const int bits = order.spec.bits;
@@ -184,26 +217,38 @@ struct FragmentOrderOf {
         return static_cast<int>(word(vector_of(bits, number)) >> field_bit(bits, field_of(bits, number)) & mask);
     }
 
+    // Byte offsets, in a part, of the parameters of one block's elements.
+    struct BlockParams {
+        int scales, mins, token_bytes, channel_bytes, channel_shift;
+        KIVI_HOST_DEVICE BlockParams(const PageOrder& order, int block) {
+            const FragmentSizes sizes(order.spec, order.dim);
+            if (is_keys(order)) {
+                scales = block / sizes.group_blocks * sizes.group_bytes();
+                mins = scales + 2 * order.dim;
+                token_bytes = 0, channel_bytes = 2, channel_shift = 0;
+            } else {
+                scales = sizes.codes(false, block) + sizes.code_bytes;
+                mins = scales + sizes.value_groups * 2 * kBlockTokens;
+                token_bytes = 2, channel_bytes = 2 * kBlockTokens, channel_shift = 5;
+                while (sizes.value_groups << channel_shift < order.dim) ++channel_shift;
+            }
+        }
+        // From the scale or min of the block's first element to those of another.
+        KIVI_HOST_DEVICE int offset(int token, int channel) const {
+            return token * token_bytes + (channel >> channel_shift) * channel_bytes;
+        }
+    };
     KIVI_HOST_DEVICE static int64_t scale(const PageOrder& order, int token, int channel) {
-        return param(order, token, channel, false);
+        const BlockParams params(order, token / kBlockTokens);
+        return params.scales + params.offset(token % kBlockTokens, channel);
     }
     KIVI_HOST_DEVICE static int64_t min(const PageOrder& order, int token, int channel) {
-        return param(order, token, channel, true);
+        const BlockParams params(order, token / kBlockTokens);
+        return params.mins + params.offset(token % kBlockTokens, channel);
     }
 
   private:
     KIVI_HOST_DEVICE static bool is_keys(const PageOrder& order) { return order.spec.axis == KIVI_AXIS_CHANNEL; }
-
-    KIVI_HOST_DEVICE static int64_t param(const PageOrder& order, int token, int channel, bool min) {
-        const FragmentSizes sizes(order.spec, order.dim);
-        const int block = token / kBlockTokens;
-        if (is_keys(order)) {
-            return block / sizes.group_blocks * sizes.group_bytes() + (min ? 2 * order.dim : 0) + 2 * channel;
-        }
-        const int group = channel / (order.dim / sizes.value_groups);
-        return sizes.codes(false, block) + sizes.code_bytes + ((min ? sizes.value_groups : 0) + group) * 2 * kBlockTokens +
-               token % kBlockTokens * 2;
-    }
 };
 
 }  // namespace kivi::cuda

@@ -23,10 +23,10 @@ int code_of(const Case& spec, int token, int channel) {
 
 TEST_CASE("fragment order: a permutation of the canonical bytes") {
     std::vector<Case> cases;
-    for (int dim : {64, 128}) {
+    for (int dim : {64, 128, 256}) {
         for (int bits : {2, 3, 4}) {
             for (int group : {32, 64, 128}) {
-                if (bits != 3 || dim == 128) cases.push_back({bits, KIVI_AXIS_CHANNEL, group, dim});
+                if (bits != 3 || dim >= 128) cases.push_back({bits, KIVI_AXIS_CHANNEL, group, dim});
                 if (bits != 3 && group <= dim) cases.push_back({bits, KIVI_AXIS_TOKEN, group, dim});
             }
             if (bits != 3) cases.push_back({bits, KIVI_AXIS_TOKEN, KIVI_GROUP_HEAD, dim});
@@ -72,6 +72,19 @@ TEST_CASE("fragment order: a permutation of the canonical bytes") {
                 }
             }
         }
+        // Read word by word, each element comes once.
+        std::vector<int> seen(kPageTokens * spec.dim, 0);
+        for (int first = 0; first < kPageTokens; first += kSlabTokens) {
+            for (int i = 0; i < FragmentOrder::pieces(order, kSlabTokens); ++i) {
+                with_bits(spec.bits, [&](auto bits) {
+                    FragmentOrder::read<decltype(bits)::value>(order, part.data(), first, i, [&](int t, int c, int code) {
+                        if (code != code_of(spec, first + t, c)) ++wrong;
+                        ++seen[(first + t) * spec.dim + c];
+                    });
+                });
+            }
+        }
+        for (int times : seen) wrong += times != 1;
         CHECK(wrong == 0);
         int64_t codes = 0, params = 0;
         for (uint8_t byte : mask) {
