@@ -58,6 +58,12 @@ __device__ __forceinline__ float2 from_pair(uint32_t x) {
     if constexpr (BF16) return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000u));
     return __half22float2(*reinterpret_cast<const __half2*>(&x));
 }
+// All bits of those halves of a pair that are not finite.
+template <bool BF16>
+__device__ __forceinline__ uint32_t nonfinite_halves(uint32_t pair) {
+    constexpr uint32_t kExponent = BF16 ? 0x7F807F80u : 0x7C007C00u;
+    return __vcmpeq2(pair & kExponent, kExponent);
+}
 __device__ __forceinline__ float largest_of_warp(float x) {
     // Floats in the order of integers.
     const auto ordered = [](int i) { return i ^ (i >> 31 & 0x7FFFFFFF); };

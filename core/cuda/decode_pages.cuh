@@ -7,6 +7,7 @@
 #include "cuda/decode_codes.cuh"
 #include "cuda/decode_instructions.cuh"
 #include "cuda/decode_line.cuh"
+#include "cuda/decode_nonfinite.cuh"
 #include "cuda/decode_queries.cuh"
 #include "cuda/decode_shared.cuh"
 #include "cuda/decode_softmax.cuh"
@@ -201,6 +202,7 @@ __device__ __forceinline__ void visit_page(HeadState<C>& s, KeyContext<C>& key, 
     const int row = lane >> 2, column = lane & 3;
     const int valid = info_valid(info), open = open_tokens(p, info), cut = info_cut(info);
     if (valid < C::kVisitTokens) clear_unused_parameters<C>(slot, valid, lane);
+    if (partly_seen(p, info)) set_params_apart<C>(s, p, slot, info, lane);
     if (!(C::kSharedParams && follows)) {
         key_min_terms<C>(s, shared, slot, warp, lane, key.term);
         if (!KeyContext<C>::kPerStep) scale_queries<C>(shared, slot, 0, warp, lane, key.scaled[0]);

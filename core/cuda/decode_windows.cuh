@@ -7,6 +7,7 @@
 #include "cuda/decode_codes.cuh"
 #include "cuda/decode_instructions.cuh"
 #include "cuda/decode_line.cuh"
+#include "cuda/decode_nonfinite.cuh"
 #include "cuda/decode_queries.cuh"
 #include "cuda/decode_shared.cuh"
 #include "cuda/decode_softmax.cuh"
@@ -83,6 +84,7 @@ __device__ __forceinline__ void visit_window(HeadState<C>& s, const SharedStorag
         }
         hand_to_copies();
     }
+    if (partly_seen(p, info)) set_elements_apart<C>(s, p, slot, info, lane);
     float c[C::kTiles][2][4];
 #pragma unroll
     for (int t = 0; t < C::kTiles; ++t) {
@@ -112,7 +114,9 @@ __device__ __forceinline__ void visit_window(HeadState<C>& s, const SharedStorag
 #pragma unroll
         for (int upper = 0; upper < 2; ++upper) {
             const int t = h / C::kTileRows, e = 2 * upper + h % C::kTileRows;
-            score[0][upper][h] = fmaf(c[t][0][e] + c[t][1][e], s.factor[h] * kSmallest, -s.reference[h]);
+            // An infinite key must not hide behind exp(-inf).
+            const float product = c[t][0][e] + c[t][1][e], finite_or_nan = fmaf(product, 0.0f, product);
+            score[0][upper][h] = fmaf(finite_or_nan, s.factor[h] * kSmallest, -s.reference[h]);
         }
     }
     if (p.cap > 0.0f) cap_scores<C>(s, score, p);

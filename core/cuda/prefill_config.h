@@ -132,6 +132,7 @@ struct Visible {
     // Tokens begin .. end - 1 of the piece.
     struct Range {
         int begin, end;
+        __device__ bool holds(int token) const { return token >= begin && token < end; }
     };
     __device__ Range of(const Piece& piece, int row) const {
         const int newest = last + static_cast<int>(fast::divide(first_row + row, group));

@@ -10,6 +10,7 @@
 // Where there are fewer blocks than the GPU has room for, several share the pieces, and a second kernel adds what they
 // leave. Lengths are read on the device.
 #pragma once
+#include "cuda/prefill_nonfinite.cuh"
 #include "cuda/prefill_products.cuh"
 #include "cuda/prefill_tiles.cuh"
 
@@ -104,9 +105,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) prefill_kernel(const 
             fetch(p, shared, stage, head, shared.walk[number + C::kStages], next_block);
             next_block = block_of(number + C::kStages + 1);
         }
+        const bool partly = !shared.visible.whole(piece, C::kTokens);
         if (!C::kBf16 || piece.kind == Kind::page) {
+            if (rarely(partly)) set_nonfinite_apart<C, false>(state, shared, piece);
             multiply<C, false>(state, shared, piece, args);
         } else {
+            if (rarely(partly)) set_nonfinite_apart<C, C::kBf16>(state, shared, piece);
             multiply<C, C::kBf16>(state, shared, piece, args);
         }
         __syncthreads();

@@ -164,6 +164,11 @@ __device__ __forceinline__ void update_references(State<C>& s, SharedStorage<C>&
 
 // ---- One piece ----
 
+// Token of the piece in column 2 * column of half `half` of a unit's score tile; the next token is in the next one.
+__device__ __forceinline__ int token_of_column(int unit, int half, int column) {
+    return unit / 2 * kBlockTokens + 8 * column + 4 * half + 2 * (unit % 2);
+}
+
 // BF16: the operands are bf16.
 template <class C, bool BF16>
 __device__ __forceinline__ void multiply(State<C>& s, SharedStorage<C>& shared, const Piece& piece,
@@ -267,11 +272,10 @@ __device__ __forceinline__ void multiply(State<C>& s, SharedStorage<C>& shared, 
                 const Visible::Range range = shared.visible.of(piece, row_warp * C::kWarpRows + 16 * r + 8 * h + row);
 #pragma unroll
                 for (int n = 0; n < kTiles; ++n) {
-                    const int unit = first_unit + n / 2;
-                    const int token = unit / 2 * kBlockTokens + 8 * column + 4 * (n % 2) + 2 * (unit % 2);
+                    const int token = token_of_column(first_unit + n / 2, n % 2, column);
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        if (token + e < range.begin || token + e >= range.end) score[r][n][2 * h + e] = -infinity();
+                        if (!range.holds(token + e)) score[r][n][2 * h + e] = -infinity();
                     }
                 }
             }

@@ -6,17 +6,14 @@
 
 namespace kivi::cuda::prompt {
 
-// What follows from the lane is computed again for each piece: kept ready, it would cost the products their registers.
-__device__ __forceinline__ int fresh_lane() {
-    int lane = threadIdx.x % 32;
-    asm volatile("" : "+r"(lane));
-    return lane;
+// What follows from the thread's number is computed again for each piece: kept ready, it would cost the products their registers.
+__device__ __forceinline__ int fresh_thread() {
+    int thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    return thread;
 }
-__device__ __forceinline__ int fresh_warp() {
-    int warp = threadIdx.x / 32;
-    asm volatile("" : "+r"(warp));
-    return warp;
-}
+__device__ __forceinline__ int fresh_lane() { return fresh_thread() % 32; }
+__device__ __forceinline__ int fresh_warp() { return fresh_thread() / 32; }
 
 // What the loop seldom does stands beside it: the instructions of a piece are many for the caches as they are.
 __device__ __forceinline__ bool rarely(bool condition) { return __builtin_expect(condition, false); }
@@ -270,7 +267,8 @@ __device__ __forceinline__ void unpack(const Args& p, SharedStorage<C>& shared, 
     const int lane = fresh_lane(), warp = fresh_warp();
     constexpr int kMinVectors = kPieceBlocks * C::kDim / 8;
     const bool packed = piece.kind == Kind::page;
-    for (int i = threadIdx.x; i < kMinVectors; i += C::kThreads) {
+#pragma unroll 1
+    for (int i = fresh_thread(); i < kMinVectors; i += C::kThreads) {
         const int b = i / (C::kDim / 8), at = i % (C::kDim / 8);
         const uint8_t* const mins = stage[0] + p.packed.key_params[b] + 2 * C::kDim + at * 16;
         *reinterpret_cast<uint4*>(&shared.mins[b][at * 8]) =
@@ -293,7 +291,8 @@ __device__ __forceinline__ void unpack(const Args& p, SharedStorage<C>& shared, 
     // Parameters past the sequence's end may be anything, NaN included.
     __syncthreads();
     constexpr int kBlockVectors = 2 * C::kSteps * 32;
-    for (int i = piece.count / kBlockTokens * kBlockVectors + threadIdx.x; i < kPieceBlocks * kBlockVectors;
+#pragma unroll 1
+    for (int i = piece.count / kBlockTokens * kBlockVectors + fresh_thread(); i < kPieceBlocks * kBlockVectors;
          i += C::kThreads) {
         reinterpret_cast<uint4*>(shared.values)[i] = make_uint4(0, 0, 0, 0);
     }

@@ -2,7 +2,9 @@
 // tokens of the call, contexts that several blocks share, replayed graphs.
 #define DOCTEST_CONFIG_IMPLEMENT
 #include <cmath>
+#include <cstring>
 #include <limits>
+#include <memory>
 #include <numeric>
 
 #include "gpu_support.h"
@@ -290,57 +292,122 @@ TEST_CASE("extremes: a key channel at 7000 with queries of 40, a value channel a
     }
 }
 
-TEST_CASE("keys and values that are not finite reach the queries that see them, and no other") {
-    for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
-                            -std::numeric_limits<float>::infinity()}) {
-        for (const int at : {10, 500, 930, 985}) {  // sink, page, tail, among the queries' own positions
-            CAPTURE(bad);
-            CAPTURE(at);
-            const Instance& instance = kInstances[0];
-            const int dim = instance.dim, length = 1000, count = 40, q_heads = 8;
-            const kivi_config config = config_for(instance, {2, q_heads, 32, 96, 32, 1200, false, false}, 2);
-            const Cache gpu(config, KIVI_CUDA);
-            Numbers numbers(3);
-            const std::vector<float> keys = numbers.rows(length * 2, dim), values = numbers.rows(length * 2, dim);
-            std::vector<float> bad_keys = keys;
-            bad_keys[(at * 2 + 1) * dim + 7] = bad;  // of head 1
-            Floats k(keys), hurt_k(bad_keys), v(values);
-            for (int32_t sequence : {0, 1}) {
-                const kivi_batch batch = batch_of(1, &sequence, nullptr, length);
-                const kivi_tensor of_keys = (sequence ? hurt_k : k).view(KIVI_CUDA, {1, length, 2, dim});
-                const kivi_tensor of_values = v.view(KIVI_CUDA, {1, length, 2, dim});
-                KIVI_OK_(kivi_append(gpu, 0, &batch, &of_keys, &of_values, nullptr));
-            }
-            Halfs q(numbers.rows(count * q_heads, dim));
-            const Workspace workspace(gpu, 1, count);
-            for (const int64_t window : {int64_t{-1}, int64_t{8}}) {
-                CAPTURE(window);
-                std::vector<std::vector<float>> results;
-                for (int32_t sequence : {0, 1}) {
-                    Halfs out(int64_t{count} * q_heads * dim);
-                    const kivi_batch batch = batch_of(1, &sequence, nullptr, count);
-                    const kivi_tensor in = q.view(KIVI_CUDA, {1, count, q_heads, dim});
-                    const kivi_tensor to = out.view(KIVI_CUDA, {1, count, q_heads, dim});
-                    kivi_attend_params params;
-                    kivi_attend_params_init(&params, sizeof params);
-                    params.window_left = window;
-                    KIVI_OK_(kivi_attend(gpu, 0, &batch, &in, &to, &params, workspace.data, workspace.bytes, nullptr));
-                    CUDA_OK(cudaDeviceSynchronize());
-                    results.push_back(out.download());
+namespace {
+
+// One element of head 1 of one token is not finite; the same queries to a sequence with it and to one without.
+struct Damage {
+    const Instance& instance;
+    int32_t dtype;
+    bool of_keys;
+    float bad;
+    int at;            // of 1,000 tokens
+    int count;         // queries
+    bool fresh;        // their tokens come with the call
+    uint64_t flags;    // of the call
+};
+
+constexpr int kLength = 1000, kChannel = 7, kKvHeads = 2, kQHeads = 8;
+
+void check_damage(const Damage& d) {
+    const Instance& instance = d.instance;
+    const int dim = instance.dim, unit = instance.key_group, cached = d.fresh ? kLength - d.count : kLength;
+    const Cache gpu(config_for(instance, {kKvHeads, kQHeads, unit, 96, unit, 1200, false, false, d.dtype}, 2), KIVI_CUDA);
+    Numbers numbers(3);
+    std::vector<float> keys = numbers.rows(kLength * kKvHeads, dim), values = numbers.rows(kLength * kKvHeads, dim);
+    Halfs q(numbers.rows(int64_t{d.count} * kQHeads, dim), d.dtype);
+    const Workspace workspace(gpu, 1, d.count);
+    const auto tokens = [&](const std::vector<float>& x, int begin, int end) {
+        return std::vector<float>(x.begin() + begin * kKvHeads * dim, x.begin() + end * kKvHeads * dim);
+    };
+    std::unique_ptr<Halfs> fresh_keys[2], fresh_values[2];
+    for (int32_t sequence : {0, 1}) {
+        if (sequence == 1) (d.of_keys ? keys : values)[(d.at * kKvHeads + 1) * dim + kChannel] = d.bad;
+        Halfs k(tokens(keys, 0, cached), d.dtype), v(tokens(values, 0, cached), d.dtype);
+        const kivi_batch batch = batch_of(1, &sequence, nullptr, cached);
+        const kivi_tensor of_keys = k.view(KIVI_CUDA, {1, cached, kKvHeads, dim});
+        const kivi_tensor of_values = v.view(KIVI_CUDA, {1, cached, kKvHeads, dim});
+        KIVI_OK_(kivi_append(gpu, 0, &batch, &of_keys, &of_values, nullptr));
+        CUDA_OK(cudaDeviceSynchronize());
+        fresh_keys[sequence] = std::make_unique<Halfs>(tokens(keys, kLength - d.count, kLength), d.dtype);
+        fresh_values[sequence] = std::make_unique<Halfs>(tokens(values, kLength - d.count, kLength), d.dtype);
+    }
+    // In a page a key's group of tokens is damaged, or a value's group of channels.
+    int first = d.at, last = d.at, channels_begin = kChannel, channels_end = kChannel + 1;
+    const bool packed = d.at == 500;
+    if (d.of_keys && packed) first = d.at / unit * unit, last = first + unit - 1;
+    if (!d.of_keys && packed) {
+        channels_begin = 0, channels_end = instance.value_group == KIVI_GROUP_HEAD ? dim : instance.value_group;
+    }
+    if (d.of_keys) channels_begin = 0, channels_end = dim;
+    // Nothing hidden; almost all; a border among the queries' own, just at and behind the token.
+    const int64_t beside = kLength - d.count - d.at + d.count / 2;
+    for (const int64_t window : {int64_t{-1}, int64_t{8}, beside, beside - 1}) {
+        if (window < -1) continue;
+        CAPTURE(window);
+        std::vector<float> results[2];
+        for (int32_t sequence : {0, 1}) {
+            Halfs out(int64_t{d.count} * kQHeads * dim, d.dtype);
+            const kivi_batch batch = batch_of(1, &sequence, nullptr, d.count);
+            const kivi_tensor in = q.view(KIVI_CUDA, {1, d.count, kQHeads, dim});
+            const kivi_tensor to = out.view(KIVI_CUDA, {1, d.count, kQHeads, dim});
+            const kivi_tensor k = fresh_keys[sequence]->view(KIVI_CUDA, {1, d.count, kKvHeads, dim});
+            const kivi_tensor v = fresh_values[sequence]->view(KIVI_CUDA, {1, d.count, kKvHeads, dim});
+            kivi_attend_params params;
+            kivi_attend_params_init(&params, sizeof params);
+            params.window_left = window;
+            params.flags = d.flags;
+            if (d.fresh) params.k = &k, params.v = &v;
+            KIVI_OK_(kivi_attend(gpu, 0, &batch, &in, &to, &params, workspace.data, workspace.bytes, nullptr));
+            CUDA_OK(cudaDeviceSynchronize());
+            results[sequence] = out.download();
+        }
+        int leaked = 0, hidden = 0;
+        for (size_t i = 0; i < results[0].size(); ++i) {
+            const int token = static_cast<int>(i / (kQHeads * dim)), head = static_cast<int>(i / dim % kQHeads);
+            const int channel = static_cast<int>(i % dim), newest = kLength - d.count + token;
+            const bool sees = head >= kQHeads / 2 && first <= newest && (window < 0 || last >= newest - window) &&
+                              channel >= channels_begin && channel < channels_end;
+            if (sees) hidden += std::isfinite(results[1][i]);
+            if (!sees) leaked += std::memcmp(&results[0][i], &results[1][i], sizeof(float)) != 0;
+        }
+        CHECK(leaked == 0);
+        CHECK(hidden == 0);
+    }
+}
+
+void check_damage(const Instance& instance, int32_t dtype, float bad) {
+    for (const bool of_keys : {false, true}) {
+        for (const int count : {1, 2, 4, 40}) {  // one to four: rows of the decode kernel's tile
+            for (const bool fresh : {false, true}) {
+                for (const uint64_t flags : {uint64_t{0}, uint64_t{KIVI_ATTEND_INVARIANT}}) {
+                    // In the sink window, a page, the tail, among the queries' own tokens.
+                    for (const int at : {10, 500, 930, kLength - (count + 1) / 2}) {
+                        CAPTURE(instance.name);
+                        CAPTURE(dtype);
+                        CAPTURE(bad);
+                        CAPTURE(of_keys);
+                        CAPTURE(count);
+                        CAPTURE(fresh);
+                        CAPTURE(flags);
+                        CAPTURE(at);
+                        check_damage({instance, dtype, of_keys, bad, at, count, fresh, flags});
+                    }
                 }
-                // In a page the whole group is damaged.
-                const int first = at == 500 ? 480 : at, last = at == 500 ? 511 : at;
-                int wrong = 0;
-                for (size_t i = 0; i < results[0].size(); ++i) {
-                    const int token = static_cast<int>(i / (q_heads * dim)), head = static_cast<int>(i / dim % q_heads);
-                    const int newest = length - count + token;
-                    const bool sees = head >= q_heads / 2 && first <= newest && (window < 0 || last >= newest - window);
-                    if (sees ? !std::isnan(results[1][i]) : results[1][i] != results[0][i]) ++wrong;
-                }
-                CHECK(wrong == 0);
             }
         }
     }
+}
+
+}  // namespace
+
+TEST_CASE("keys and values that are not finite reach the queries that see them, and no other") {
+    constexpr float kInfinity = std::numeric_limits<float>::infinity();
+    for (const float bad : {std::numeric_limits<float>::quiet_NaN(), kInfinity, -kInfinity}) {
+        check_damage(kInstances[0], KIVI_F16, bad);
+    }
+    check_damage(kInstances[3], KIVI_BF16, std::numeric_limits<float>::quiet_NaN());
+    check_damage(kInstances[8], KIVI_F16, std::numeric_limits<float>::quiet_NaN());
+    check_damage(kInstances[11], KIVI_BF16, kInfinity);
 }
 
 TEST_CASE("sanitized: a few rows, many rows, tokens of the call") {
