@@ -438,7 +438,7 @@ void run_chunks(const Bench& bench, bool quick) {
         if (s.name != "k3v2" && s.name != "kivi2-sink") continue;
         s.fresh = true;
         for (const int tokens : {8192, 32768}) {
-            for (const int query_tokens : {4, 8, 16, 512, 2048}) {
+            for (const int query_tokens : {1, 4, 8, 16, 512, 2048}) {
                 if (quick && (tokens != 8192 || query_tokens % 512 > 0)) continue;
                 s.query_tokens = query_tokens;
                 for (const bool general : {false, true}) {
@@ -448,6 +448,18 @@ void run_chunks(const Bench& bench, bool quick) {
                     if (query_tokens <= kFewTokens && !general) measure_attend(bench, s, {8, 32, 8, tokens});
                 }
             }
+        }
+    }
+    for (const int dim : {64, 256}) {
+        Storage s = storage_of(kCases[0]);
+        s.name += " dim " + std::to_string(dim);
+        s.fresh = true;
+        s.dim = dim;
+        for (const int query_tokens : {1, 8, 512, 2048}) {
+            if (quick && query_tokens != 512) continue;
+            s.query_tokens = query_tokens;
+            measure_attend(bench, s, {1, 32, 8, 8192});
+            if (query_tokens <= kFewTokens) measure_attend(bench, s, {8, 32, 8, 8192});
         }
     }
 }

@@ -2,6 +2,7 @@
 #include "cuda/prefill.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/device.h"
 #include "cuda/prefill_kernel.cuh"
@@ -16,9 +17,11 @@ constexpr int64_t kLeastPieces = 4;               // of a part
 // Instances: bf16, dim, warps beside each other in rows, row tiles of a warp, warps beside each other in tokens,
 // blocks on a multiprocessor, stages.
 template <bool BF16, int DIM>
-using Many = prompt::Config<BF16, DIM, 4, 2, 1, 2, 1>;
+using Many = std::conditional_t<(DIM > 128), prompt::Config<BF16, DIM, 8, 1, 1, 1, 1>,
+                                prompt::Config<BF16, DIM, 4, 2, 1, 2, 1>>;
 template <bool BF16, int DIM>
-using Few = prompt::Config<BF16, DIM, 2, 1, 2, 3, 1>;
+using Few = std::conditional_t<(DIM > 128), prompt::Config<BF16, DIM, 4, 1, 2, 1, 1>,
+                               prompt::Config<BF16, DIM, 2, 1, 2, 3, 1>>;
 
 template <bool BF16, int DIM, class Visit>
 void with_rows(bool few, const Visit& visit) {
@@ -28,6 +31,7 @@ template <bool BF16, class Visit>
 void with_dim(int dim, bool few, const Visit& visit) {
     if (dim == 64) with_rows<BF16, 64>(few, visit);
     if (dim == 128) with_rows<BF16, 128>(few, visit);
+    if (dim == 256) with_rows<BF16, 256>(few, visit);
 }
 // visit(Config) for the layer's instance, if there is one.
 template <class Visit>

@@ -1,5 +1,5 @@
 // Attention over the fragment order of pages for what decode.h does not take: many query rows (prompts in pieces,
-// drafts of several tokens), keys and values of the call, windows, soft caps, learned sinks. Head dims 64 and 128.
+// drafts of several tokens), keys and values of the call, windows, soft caps, learned sinks. Head dims 64, 128 and 256.
 // What the host calls.
 #pragma once
 #include "cuda/launch.h"
