@@ -7,8 +7,9 @@
 //     sweep     k3v2 and kivi2-sink over batch, context and heads, where fp16 caches of the shape fit; --quick: some
 //     prompts   packing prompts of one sequence with 8 KV heads, a layer; --quick: some
 //     steps     appending one token to each sequence, flushes included, a layer
-//     chunks    queries of several tokens over packed pasts, beside the general kernel; --quick: some
-//   bench_gpu --spec NAME [SHAPE]   one of the specs at every shape, or at the one of that number
+//     chunks    queries of several tokens over packed pasts, some with KIVI_ATTEND_INVARIANT too; --quick: some
+//   bench_gpu --spec NAME [SHAPE]   one of the specs at every shape, or at the one of that number; NAME may end in
+//                                   " invariant"
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -80,6 +81,12 @@ Storage storage_of(const Case& c) {
     s.dim = c.dim;
     s.query_tokens = c.query_tokens;
     s.dtype = c.bf16 ? KIVI_BF16 : KIVI_F16;
+    return s;
+}
+
+Storage invariant(Storage s) {
+    s.name += " invariant";
+    s.flags = KIVI_ATTEND_INVARIANT;
     return s;
 }
 
@@ -307,7 +314,7 @@ void measure_attend(const Bench& bench, const Storage& s, Shape shape) {
     ok(cudaGraphInstantiate(&replay, graph, 0), "graph");
     const double us = median_us(bench.stream, [] {}, [&] { ok(cudaGraphLaunch(replay, bench.stream), "launch"); }) / attends;
     ok(cudaDeviceSynchronize(), "attend");
-    print_line(bench, "attend", s, shape, us, cache.live_bytes(), (s.flags & KIVI_ATTEND_INVARIANT) != 0 ? "general" : cache.path());
+    print_line(bench, "attend", s, shape, us, cache.live_bytes(), cache.path());
     ok(cudaGraphExecDestroy(replay), "graph");
     ok(cudaGraphDestroy(graph), "graph");
 }
@@ -368,11 +375,11 @@ void run_specs(const Bench& bench, bool quick) {
             if (!quick || (shape.batch == 8 && shape.kv_heads == 8)) measure_attend(bench, storage_of(c), shape);
         }
     }
-    Storage invariant = storage_of(kCases[0]);
-    invariant.name += " invariant";
-    invariant.flags = KIVI_ATTEND_INVARIANT;
-    for (const Shape& shape : kShapes) {
-        if (!quick || (shape.batch == 8 && shape.kv_heads == 8)) measure_attend(bench, invariant, shape);
+    for (int number : {0, 3}) {
+        const Storage s = invariant(storage_of(kCases[number]));
+        for (const Shape& shape : kShapes) {
+            if (!quick || (shape.batch == 8 && shape.kv_heads == 8)) measure_attend(bench, s, shape);
+        }
     }
 }
 
@@ -441,12 +448,10 @@ void run_chunks(const Bench& bench, bool quick) {
             for (const int query_tokens : {1, 4, 8, 16, 512, 2048}) {
                 if (quick && (tokens != 8192 || query_tokens % 512 > 0)) continue;
                 s.query_tokens = query_tokens;
-                for (const bool general : {false, true}) {
-                    if (general && (quick || s.name != "k3v2" || (query_tokens != 16 && query_tokens != 512))) continue;
-                    s.flags = general ? KIVI_ATTEND_INVARIANT : 0;
-                    measure_attend(bench, s, {1, 32, 8, tokens});
-                    if (query_tokens <= kFewTokens && !general) measure_attend(bench, s, {8, 32, 8, tokens});
-                }
+                measure_attend(bench, s, {1, 32, 8, tokens});
+                if (query_tokens <= kFewTokens) measure_attend(bench, s, {8, 32, 8, tokens});
+                if (quick || s.name != "k3v2" || (query_tokens != 16 && query_tokens != 512)) continue;
+                measure_attend(bench, invariant(s), {1, 32, 8, tokens});
             }
         }
     }
@@ -483,9 +488,11 @@ int main(int argc, char** argv) {
         bench.table = "specs";
         const int number = words.size() > 2 ? std::atoi(words[2].c_str()) : -1;
         for (const Case& c : kCases) {
-            if (words[1] != c.name) continue;
-            for (const Shape& shape : kShapes) {
-                if (number < 0 || &shape == kShapes + number) measure_attend(bench, storage_of(c), shape);
+            for (const Storage& s : {storage_of(c), invariant(storage_of(c))}) {
+                if (words[1] != s.name) continue;
+                for (const Shape& shape : kShapes) {
+                    if (number < 0 || &shape == kShapes + number) measure_attend(bench, s, shape);
+                }
             }
         }
         return 0;

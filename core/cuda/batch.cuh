@@ -18,7 +18,7 @@ __device__ inline RowArg row_of(const BatchArgs& batch, int r) {
     } else {
         for (int i = 0; i < index; ++i) row.offset += batch.counts != nullptr ? batch.counts[i] : batch.max_count;
     }
-    if (row.sequence < 0 || row.count > batch.max_count) row.count = 0;
+    if (row.sequence < 0 || row.count > batch.max_count || row.count < batch.least_count) row.count = 0;
     return row;
 }
 

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/attend_call.h"
 #include "cuda/decode.h"
 #include "cuda/device.h"
 #include "cuda/launch.h"
@@ -210,10 +211,7 @@ class CudaBackend final : public Backend {
 
     size_t attend_workspace(int layer, int32_t rows, int32_t max_count) const override {
         const LayerMemory& at = layers_[layer];
-        const size_t general = cuda::attend_workspace(at.args, rows, max_count);
-        if (!at.fast) return general;
-        return std::max({general, decode_workspace(at.args, max_count, multiprocessors_),
-                         prefill_workspace(at.args, rows, max_count, multiprocessors_)});
+        return attend_call_workspace(at.args, at.fast, rows, max_count, multiprocessors_);
     }
 
     void attend(const AttendCall& call) const override {
@@ -237,15 +235,9 @@ class CudaBackend final : public Backend {
         args.window_left = call.window_left;
         args.learned_sinks = call.learned_sinks;
         args.workspace = static_cast<float*>(call.workspace);
+        args.invariant = (call.flags & KIVI_ATTEND_INVARIANT) != 0;
         for_each_portion(call.rows, args.batch, [&] {
-            const bool fast = layers_[call.layer].fast && (call.flags & KIVI_ATTEND_INVARIANT) == 0;
-            if (fast && decode_takes(args)) {
-                decode(args, multiprocessors_, stream_of(call.stream));
-            } else if (fast && prefill_takes(args)) {
-                prefill(args, multiprocessors_, stream_of(call.stream));
-            } else {
-                cuda::attend(args, stream_of(call.stream));
-            }
+            attend_call(args, layers_[call.layer].fast, multiprocessors_, stream_of(call.stream));
             check_launch("attend");
         });
     }

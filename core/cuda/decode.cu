@@ -17,6 +17,7 @@ namespace {
 // Compute capabilities with bulk copies and 227 KB of shared memory a block: from 9.0 to below 12.0.
 constexpr int32_t kFirstCapability = 90, kEndCapability = 120;
 constexpr int64_t kMaxTokens = 1 << 24;  // places on the line of work are 32-bit
+constexpr size_t kRunBytes = size_t{64} << 20;  // of runs, for which rows come in several launches; more only for one row
 
 int value_group(const TensorStore& value) {
     return value.spec().group == KIVI_GROUP_HEAD ? value.dim : value.spec().group;
@@ -104,6 +105,7 @@ fast::DecodeArgs arguments(const AttendArgs& args, int32_t multiprocessors) {
     p.out_strides = strides_of(args.out);
     p.lse = static_cast<float*>(args.lse.data);
     p.lse_strides = strides_of(args.lse);
+    p.invariant = args.invariant;
     p.ragged = p.q_strides.ragged || p.out_strides.ragged || p.lse_strides.ragged;
     for (int32_t i = 0; i < batch.size && !batch.on_device; ++i) {
         const RowArg& row = batch.rows[i];
@@ -111,6 +113,28 @@ fast::DecodeArgs arguments(const AttendArgs& args, int32_t multiprocessors) {
         p.offset[i] = static_cast<int32_t>(row.offset);
     }
     return p;
+}
+
+template <class C>
+int64_t most_runs_of_a_row(const Layer& layer) {
+    const auto visits = [](int64_t tokens, int of) { return (tokens + of - 1) / of; };
+    const int64_t all = visits(layer.key.windows.sink, C::kWindowTokens) + visits(layer.key.tail_rows, C::kWindowTokens) +
+                        visits(layer.max_tokens, C::kVisitTokens);
+    return layer.key.heads * visits(all, fast::kRunVisits);
+}
+template <class C>
+int32_t rows_with_runs_at_once(const Layer& layer, int32_t rows) {
+    const int64_t fit = kRunBytes / (most_runs_of_a_row<C>(layer) * C::kRunBytes);
+    return static_cast<int32_t>(std::min<int64_t>(std::min(rows, kRowsAtOnce), std::max(int64_t{1}, fit)));
+}
+
+// Rows first .. first + size - 1 of the launch.
+BatchArgs part_of(const BatchArgs& batch, int32_t first, int32_t size) {
+    BatchArgs part = batch;
+    part.size = size;
+    part.first_row += first;
+    std::copy(batch.rows + first, batch.rows + first + size, part.rows);
+    return part;
 }
 
 }  // namespace
@@ -145,16 +169,28 @@ bool decode_takes(const AttendArgs& args) {
     if (args.k || args.v) return false;
     if (args.q.dtype != layer.key.window_dtype || args.out.dtype != layer.key.window_dtype) return false;
     if (!aligned(args.q) || !aligned(args.out)) return false;
-    if (args.batch.size * static_cast<int64_t>(layer.key.heads) * layer.max_tokens > int64_t{64} * kMaxTokens) {
+    if (!args.invariant &&
+        args.batch.size * static_cast<int64_t>(layer.key.heads) * layer.max_tokens > int64_t{64} * kMaxTokens) {
         return false;
     }
-    if (args.batch.on_device) return args.batch.counts == nullptr || args.batch.max_count == 1;
+    if (args.batch.on_device) {
+        return args.batch.counts == nullptr || args.batch.max_count == 1 || args.batch.least_count == args.batch.max_count;
+    }
     for (int32_t i = 0; i < args.batch.size; ++i) {
         const int32_t count = args.batch.rows[i].count;
         if (count != 0 && count != args.batch.max_count) return false;
         if (args.batch.rows[i].offset >= int64_t{1} << 31) return false;
     }
     return true;
+}
+
+int32_t decode_max_count(const Layer& layer) {
+    int most = 0;
+    with_instances(layer.key, layer.value, [&](auto config) {
+        most = std::max(most, decltype(config)::kRows);
+        return false;
+    });
+    return most / (layer.q_heads / layer.key.heads);
 }
 
 void prepare_decode(const TensorStore& key, const TensorStore& value) {
@@ -165,12 +201,14 @@ void prepare_decode(const TensorStore& key, const TensorStore& value) {
     });
 }
 
-size_t decode_workspace(const Layer& layer, int32_t max_count, int32_t multiprocessors) {
-    const int64_t rows = static_cast<int64_t>(layer.q_heads / layer.key.heads) * max_count;
+size_t decode_workspace(const Layer& layer, int32_t rows, int32_t max_count, int32_t multiprocessors) {
+    const int64_t query_rows = static_cast<int64_t>(layer.q_heads / layer.key.heads) * max_count;
     size_t bytes = 0;
     with_instances(layer.key, layer.value, [&](auto config) {
-        bytes = std::max(bytes, decltype(config)::workspace(multiprocessors));
-        return decltype(config)::kRows >= rows;  // fewer rows take this one or one before it
+        using C = decltype(config);
+        const int64_t runs = rows_with_runs_at_once<C>(layer, rows) * most_runs_of_a_row<C>(layer);
+        bytes = std::max({bytes, C::workspace(multiprocessors), runs * C::kRunBytes});
+        return C::kRows >= query_rows;  // fewer rows take this one or one before it
     });
     return bytes;
 }
@@ -178,11 +216,20 @@ size_t decode_workspace(const Layer& layer, int32_t max_count, int32_t multiproc
 void decode(const AttendArgs& args, int32_t multiprocessors, Stream stream) {
     with_instance(args, [&](auto config) {
         using C = decltype(config);
-        fast::DecodeArgs p = arguments(args, multiprocessors);
-        p.tickets = reinterpret_cast<unsigned long long*>(args.workspace);
-        p.partials = reinterpret_cast<float*>(p.tickets + size_t(multiprocessors) * C::kRows);
-        p.spills = p.partials + size_t(multiprocessors) * 2 * C::kPartialFloats;
-        fast::decode_kernel<C><<<multiprocessors, C::kThreads, sizeof(fast::SharedStorage<C>), stream>>>(p);
+        const auto launch = [&](fast::DecodeArgs p, size_t tickets) {
+            p.tickets = reinterpret_cast<unsigned long long*>(args.workspace);
+            p.partials = reinterpret_cast<float*>(p.tickets + tickets);
+            p.spills = p.partials + size_t(multiprocessors) * 2 * C::kPartialFloats;
+            fast::decode_kernel<C><<<multiprocessors, C::kThreads, sizeof(fast::SharedStorage<C>), stream>>>(p);
+        };
+        if (!args.invariant) return launch(arguments(args, multiprocessors), size_t(multiprocessors) * C::kRows);
+        const int32_t at_once = rows_with_runs_at_once<C>(args.layer, args.batch.size);
+        AttendArgs part = args;
+        for (int32_t first = 0; first < args.batch.size; first += at_once) {
+            part.batch = part_of(args.batch, first, std::min(at_once, args.batch.size - first));
+            launch(arguments(part, multiprocessors),
+                   size_t(part.batch.size) * most_runs_of_a_row<C>(args.layer) * 2 * C::kRows);
+        }
     });
 }
 

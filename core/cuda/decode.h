@@ -12,10 +12,12 @@ const char* why_not_decode(const TensorStore& key, const TensorStore& value, int
 
 // Whether a call on such a layer can be taken: few enough rows of the window dtype, aligned, no fresh keys and values.
 bool decode_takes(const AttendArgs& args);
+// Tokens that a row can have at most.
+int32_t decode_max_count(const Layer& layer);
 
 void prepare_decode(const TensorStore& key, const TensorStore& value);
-// For rows of at most max_count tokens.
-size_t decode_workspace(const Layer& layer, int32_t max_count, int32_t multiprocessors);
+// For at most `rows` rows of at most max_count tokens.
+size_t decode_workspace(const Layer& layer, int32_t rows, int32_t max_count, int32_t multiprocessors);
 void decode(const AttendArgs& args, int32_t multiprocessors, Stream stream);
 
 }  // namespace kivi::cuda

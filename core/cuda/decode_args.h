@@ -42,13 +42,14 @@ struct DecodeArgs {
     float scale_log2;
     float cap, cap_rate;  // soft cap * log2(e), and 2 / soft cap; 0: none
     bool on_device, ragged, rotated_keys, rotated_values;
+    bool invariant;  // the line is cut into runs
     const uint8_t* pages;
     const uint8_t *sink_keys, *sink_values, *tail_keys, *tail_values;
     const void* q;
     Strides q_strides;
     // Partials of blocks, what warps leave on their way, and how many have arrived; cut from the caller's workspace.
-    unsigned long long* tickets;  // [block][row]
-    float* partials;              // [block][2]
+    unsigned long long* tickets;  // [block][row]; of runs [run][2][row]
+    float* partials;              // [block][2]; of runs [run]
     float* spills;                // [block][warp][2]
     void* out;
     float* lse;                  // or NULL

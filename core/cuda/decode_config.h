@@ -74,6 +74,8 @@ struct Config {
     static constexpr int kRowVectors = DIM > 128 ? DIM / 128 : 1;  // of four channels a lane
     static_assert(kPartialFloats * 4 <= kStages * kSlotBytes, "a warp leaves its partial in its ring");
 
+    // A run in the workspace (decode_runs.cuh), with its tickets.
+    static constexpr size_t kRunBytes = kPartialFloats * sizeof(float) + 2 * kRows * sizeof(unsigned long long);
     static size_t workspace(int blocks) {
         return size_t(blocks) * (kRows * sizeof(unsigned long long) + (2 + 2 * WARPS) * kPartialFloats * sizeof(float));
     }

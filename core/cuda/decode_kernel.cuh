@@ -21,6 +21,7 @@
 #include "cuda/decode_plan.cuh"
 #include "cuda/decode_queries.cuh"
 #include "cuda/decode_result.cuh"
+#include "cuda/decode_runs.cuh"
 #include "cuda/decode_shared.cuh"
 #include "cuda/decode_softmax.cuh"
 #include "cuda/decode_windows.cuh"
@@ -81,6 +82,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         if (lane == 0) {
             shared.seen[warp] = seen;
             shared.from_start[warp] = info_first(v.info);
+            shared.next_run[warp] = slice_begin;
         }
     } else if (lane == 0) {
         shared.plan[warp][0].segment = -1;
@@ -112,13 +114,18 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     for (unsigned visit = 0;; ++visit) {
         const int stage = visit % C::kStages, parity = visit / C::kStages % 2;
         const int next_segment = shared.plan[warp][visit % 32].segment, info = shared.plan[warp][visit % 32].info;
-        if (next_segment != segment || next_segment < 0) {
-            if (segment >= 0) {  // leave the old segment
+        if (next_segment != segment || next_segment < 0 || info_first(info)) {
+            if (segment >= 0) {  // leave the old segment, or the run
                 const bool whole = shared.from_start[warp] && info_last(shared.plan[warp][(visit - 1) % 32].info);
                 const bool last = next_segment < 0;
-                float* const to = last ? reinterpret_cast<float*>(shared.ring[warp]) : spill_of<C>(p, warp, whole);
+                float* const to = p.invariant ? run_of<C>(p, shared.next_run[warp])
+                                  : last      ? reinterpret_cast<float*>(shared.ring[warp])
+                                              : spill_of<C>(p, warp, whole);
                 deposit<C>(state, to, rows, lane);
-                if (whole) {
+                if (p.invariant) {
+                    __syncwarp();
+                    if (lane == 0) ++shared.next_run[warp];
+                } else if (whole) {
                     __syncwarp();
 #pragma unroll 1
                     for (int row = 0; row < rows; ++row) {
@@ -140,19 +147,20 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
                 if (segment < 0) deposit_nothing<C>(reinterpret_cast<float*>(shared.ring[warp]), rows, lane);
                 break;
             }
-            if (segment >= 0) {
+            if (segment >= 0 && next_segment != segment) {
                 units = prepare_segment<C>(p, shared, fetch_queries<C>(p, shared, next_segment, 0, lane), next_segment,
                                            warp, lane);
                 if (lane == 0) {
                     const BatchRow& row = shared.rows[row_of(next_segment)];
-                    const Extent<C> e(row);
+                    const Extent<C> e(p, row);
                     const unsigned begin = shared.seen[warp].end;
                     shared.seen[warp] = {next_segment, begin, begin + e.place(e.visits - 1), begin + row.weight};
                     shared.from_start[warp] = info_first(info);
                 }
             }
+            if (next_segment != segment) set_factors<C>(state, units, p.scale_log2, lane);
             segment = next_segment;
-            start_segment<C>(state, units, p.scale_log2, lane);
+            clear<C>(state);
             __syncwarp();
         }
 
@@ -178,8 +186,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         }
     }
 
-    // Merge inside the block; what is shared with other blocks is left in the workspace. A warp a row.
     __syncthreads();
+    if (p.invariant) {
+        merge_runs<C>(p, shared, worker, lane);
+        return;
+    }
+    // Merge inside the block; what is shared with other blocks is left in the workspace. A warp a row.
     const BlockPiece piece = shared.block;
     const Seen mine = shared.deposits[lane];
     const unsigned mates = __match_any_sync(kAll, mine.segment);  // lanes with deposits of the same segment
@@ -218,10 +230,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         const unsigned its_first = __shfl_sync(kAll, first, speaker), its_last = __shfl_sync(kAll, last, speaker);
         unsigned long long* const ticket = p.tickets + its_first * C::kRows + row;
         unsigned before = 0;
-        if (lane == 0) before = take_ticket(ticket);
+        if (lane == 0) before = take_tickets(ticket, 1);
         __syncwarp();
         if (__shfl_sync(kAll, before, 0) != its_last - its_first) continue;
-        const Row<C> r = merge_blocks<C>(p, its_first, its_last, row, lane);
+        const Row<C> r = merge_parts<C>(its_first, its_last, lane, [&](unsigned block) {
+            return part_of<C>(p, block, block == its_first, row);
+        });
         if (lane == 0) *ticket = kFresh;
         write_row<C>(p, shared.rows[row_of(its_segment)], head_of(its_segment), row, lane, r);
     }

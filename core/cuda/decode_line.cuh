@@ -7,6 +7,9 @@
 //   line     | row 0 head 0: sink, tail, pages ... | row 0 head 1: ... | ... | row 1 head 0: ...
 //   blocks   |------ block 0 ------|------ block 1 ------|------ block 2 ------| ...
 //   warps    |--|--|--|--|--|--|--|--|--|--|--| ...
+//
+// Where results must not depend on what else is on the line (DecodeArgs::invariant), places are numbers of runs of
+// kRunVisits visits instead, and warps get whole runs: decode_runs.cuh.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -35,20 +38,26 @@ __device__ __forceinline__ int window_begin(const DecodeArgs& p, const BatchRow&
     return row.total() - p.tokens - p.window_left;
 }
 
+constexpr unsigned kRunVisits = 4;
+
 template <class C>
 struct Extent {
     unsigned sinks, windows, visits;  // visits to the sink window; to it and the tail; to everything
-    __device__ explicit Extent(const BatchRow& l) {
+    bool runs;                        // places are numbers of runs
+    __device__ Extent(const DecodeArgs& p, const BatchRow& l) : runs(p.invariant) {
         sinks = unsigned(l.sink + C::kWindowTokens - 1) / C::kWindowTokens;
         windows = sinks + unsigned(l.tail + C::kWindowTokens - 1) / C::kWindowTokens;
         visits = windows + unsigned(l.packed + C::kVisitTokens - 1) / C::kVisitTokens - l.skip;
     }
-    // Place on the line, from the segment's beginning; place(visits) is the weight of all.
+    __device__ unsigned weight() const { return runs ? (visits + kRunVisits - 1) / kRunVisits : place(visits); }
+    // Place on the line, from the segment's beginning.
     __device__ unsigned place(unsigned visit) const {
+        if (runs) return visit / kRunVisits;
         return visit < windows ? visit * C::kWindowWeight
                                : windows * C::kWindowWeight + (visit - windows) * C::kVisitWeight;
     }
     __device__ unsigned visit_at(unsigned x) const {  // first visit whose place is >= x
+        if (runs) return x * kRunVisits;
         const unsigned w = windows * C::kWindowWeight;
         return x <= w ? (x + C::kWindowWeight - 1) / C::kWindowWeight
                       : windows + (x - w + C::kVisitWeight - 1) / C::kVisitWeight;
@@ -86,8 +95,7 @@ __device__ __forceinline__ BatchRow read_row(const DecodeArgs& p, int r) {
             constexpr int kTokens = C::kVisitTokens > C::kKeyGroup ? C::kVisitTokens : C::kKeyGroup;
             row.skip = min(max(window_begin(p, row) - row.sink, 0), row.packed) / kTokens * (kTokens / C::kVisitTokens);
         }
-        const Extent<C> e(row);
-        row.weight = e.place(e.visits);
+        row.weight = Extent<C>(p, row).weight();
     }
     return row;
 }
@@ -116,6 +124,7 @@ __device__ __forceinline__ unsigned blocks_for(const DecodeArgs& p, unsigned tot
     constexpr unsigned kWhole = 2 * C::kWarps * C::kVisitWeight;
     const unsigned grid = gridDim.x, segments = p.batch_rows * p.kv_heads;
     if (total == 0) return 0;
+    if (p.invariant) return min(grid, total);
     const unsigned blocks = max(1u, min(grid, total / C::kMaxWeight));
     if (segments > grid || total >= 2 * kWhole * grid) return blocks;
     if (total <= segments * kWhole) return min(blocks, segments);
@@ -149,8 +158,8 @@ __device__ __forceinline__ int info_valid(int i) { return i & 255; }         // 
 __device__ __forceinline__ int info_left(int i) { return i >> 8 & 255; }     // to the sequence's end, at most 255
 __device__ __forceinline__ int info_kind(int i) { return i >> 16 & 3; }
 __device__ __forceinline__ int info_block(int i) { return i >> 18 & 3; }     // first block, in the page
-__device__ __forceinline__ bool info_first(int i) { return i >> 20 & 1; }    // of its segment
-__device__ __forceinline__ bool info_last(int i) { return i >> 21 & 1; }
+__device__ __forceinline__ bool info_first(int i) { return i >> 20 & 1; }    // of its segment, or of a run
+__device__ __forceinline__ bool info_last(int i) { return i >> 21 & 1; }     // of its segment
 __device__ __forceinline__ int info_straight(int i) { return i >> 22 & 31; }  // of a window: tokens before the ring's end
 // How many of the first tokens the last query token does not see any more; at most 255, in a window 31.
 __device__ __forceinline__ int info_cut(int i) { return info_kind(i) == kPage ? i >> 22 & 255 : i >> 27 & 31; }

@@ -90,15 +90,15 @@ __device__ __forceinline__ void leave_part(float* to, int lane, const Row<C>& r)
     if (lane == 0) __stcg(reinterpret_cast<float2*>(to + C::kPartialExponent), make_float2(r.reference, r.sum));
 }
 
-// Merges a row's parts of blocks first .. last. They are read from the L2, which blocks share.
-template <class C>
-__device__ __forceinline__ Row<C> merge_blocks(const DecodeArgs& p, unsigned first, unsigned last, int row, int lane) {
+// Merges a row's parts part_at(first) .. part_at(last). They are read from the L2, which blocks share.
+template <class C, class PartAt>
+__device__ __forceinline__ Row<C> merge_parts(unsigned first, unsigned last, int lane, const PartAt& part_at) {
     constexpr int kAtOnce = 18 / C::kRowVectors;
     Row<C> r;
 #pragma unroll 1
     for (unsigned begin = first; begin <= last; begin += kAtOnce) {
         const int count = min(unsigned(kAtOnce), last - begin + 1);
-        const auto part = [&](int i) { return part_of<C>(p, begin + i, begin + i == first, row); };
+        const auto part = [&](int i) { return part_at(begin + i); };
         float2 mine = make_float2(-INFINITY, 0.0f);
         if (lane < count) mine = __ldcg(reinterpret_cast<const float2*>(part(lane) + C::kPartialExponent));
         float4 v[kAtOnce][C::kRowVectors];
@@ -122,29 +122,29 @@ __device__ __forceinline__ Row<C> merge_blocks(const DecodeArgs& p, unsigned fir
 constexpr unsigned long long kFresh = 0x6B697669'5EEDull << 16;
 __device__ __forceinline__ bool is_ticket(unsigned long long word) { return word >> 16 == kFresh >> 16; }
 
-__device__ __forceinline__ unsigned long long add_one(unsigned long long* ticket) {
+__device__ __forceinline__ unsigned long long add_to(unsigned long long* ticket, unsigned long long count) {
     unsigned long long word;
-    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;" : "=l"(word) : "l"(ticket) : "memory");
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(word) : "l"(ticket), "l"(count) : "memory");
     return word;
 }
-// The workspace may hold anything before the first launch: then adding one has counted nothing, and one of those who
+// The workspace may hold anything before the first launch: then adding has counted nothing, and one of those who
 // come makes a ticket of it, on which all count anew.
-__device__ __noinline__ unsigned make_ticket(unsigned long long* ticket, unsigned long long seen) {
+__device__ __noinline__ unsigned make_ticket(unsigned long long* ticket, unsigned long long seen, unsigned count) {
     for (;;) {
         unsigned long long now;
         asm volatile("atom.acq_rel.gpu.global.cas.b64 %0, [%1], %2, %3;"
                      : "=l"(now)
-                     : "l"(ticket), "l"(seen), "l"(kFresh + 1)
+                     : "l"(ticket), "l"(seen), "l"(kFresh + count)
                      : "memory");
         if (now == seen) return 0;
-        if (is_ticket(now)) return static_cast<unsigned>(add_one(ticket) & 0xFFFF);
+        if (is_ticket(now)) return static_cast<unsigned>(add_to(ticket, count) & 0xFFFF);
         seen = now;
     }
 }
-// How many were taken before; by one lane. What was left before by those is visible from now on.
-__device__ __forceinline__ unsigned take_ticket(unsigned long long* ticket) {
-    const unsigned long long word = add_one(ticket);
-    return is_ticket(word) ? static_cast<unsigned>(word & 0xFFFF) : make_ticket(ticket, word + 1);
+// Takes `count` and says how many were taken before; by one lane. What was left before by those is visible from now on.
+__device__ __forceinline__ unsigned take_tickets(unsigned long long* ticket, unsigned count) {
+    const unsigned long long word = add_to(ticket, count);
+    return is_ticket(word) ? static_cast<unsigned>(word & 0xFFFF) : make_ticket(ticket, word + count, count);
 }
 
 }  // namespace kivi::cuda::fast

@@ -53,7 +53,7 @@ __device__ __forceinline__ Slice find_slice(const SharedStorage<C>& shared, cons
                          __popc(__ballot_sync(kAll, half + shared.row_begin[32 + lane] <= begin)) - 1;
     Slice slice{end, row, shared.row_begin[row] + (row < 32 ? 0 : half), 0, 0};
     const unsigned rest = begin - slice.row_begin, weight = shared.rows[row].weight;
-    const Extent<C> e(shared.rows[row]);
+    const Extent<C> e(p, shared.rows[row]);
     slice.head = divide(rest, weight);
     slice.first = e.visit_at(rest - slice.head * weight);
     if (slice.first == e.visits) {  // begin lies inside the head's last visit: the first is the next head's
@@ -80,7 +80,7 @@ __device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const Dec
     const unsigned kv_heads = p.kv_heads, batch_rows = p.batch_rows;
     unsigned i = s.first + from + lane, head = s.head, r = s.row, begin = s.row_begin;
     BatchRow row = shared.rows[min(r, batch_rows - 1)];
-    Extent<C> e(row);
+    Extent<C> e(p, row);
 #pragma unroll 1
     while (i >= e.visits) {  // not in this head
         if (e.visits) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const Dec
         }
         if (++r >= batch_rows) break;
         row = shared.rows[r];
-        e = Extent<C>(row);
+        e = Extent<C>(p, row);
     }
     begin += head * row.weight;
     const bool is = lane < count && r < batch_rows && begin + e.place(i) < s.end;
@@ -106,7 +106,7 @@ __device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const Dec
     Visit v{nullptr, -1, 0};
     if (is) {
         v.segment = segment_of(r, head);
-        const int flags = (i == 0) << 20 | (i == e.visits - 1) << 21;
+        const int flags = (i == 0 || (p.invariant && i % kRunVisits == 0)) << 20 | (i == e.visits - 1) << 21;
         // From a position on, as info_cut tells it.
         const auto cut = [&](int position, int most) {
             if (p.window_left < 0) return 0;

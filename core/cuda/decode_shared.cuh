@@ -22,6 +22,7 @@ struct SharedStorage {
     Slice slices[C::kWarps];
     Seen seen[C::kWarps];       // what the warp is working on
     int from_start[C::kWarps];  // the warp began with the segment's first visit
+    unsigned next_run[C::kWarps];    // to be left
     Seen deposits[32];               // [0..15] last segment of warp i, [16..31] first segment of warp i
 };
 

@@ -37,15 +37,19 @@ __device__ __forceinline__ int query_row(int h, int column) {
 constexpr float kHeadroom = 1.5f;
 
 template <class C>
-__device__ __forceinline__ void start_segment(HeadState<C>& s, const Units<C>& units, float scale_log2, int lane) {
+__device__ __forceinline__ void set_factors(HeadState<C>& s, const Units<C>& units, float scale_log2, int lane) {
+#pragma unroll
+    for (int h = 0; h < C::kThreadRows; ++h) {  // of row query_row
+        s.factor[h] = scale_log2 * __shfl_sync(kAll, units.of[h / C::kTileRows], (lane & 3) * 8 + 4 * (h % C::kTileRows));
+    }
+}
+// Nothing seen yet.
+template <class C>
+__device__ __forceinline__ void clear(HeadState<C>& s) {
+#pragma unroll
+    for (int h = 0; h < C::kThreadRows; ++h) s.reference[h] = 0.0f;
 #pragma unroll
     for (int t = 0; t < C::kTiles; ++t) {
-#pragma unroll
-        for (int e = 0; e < C::kTileRows; ++e) {
-            const int h = t * C::kTileRows + e;
-            s.factor[h] = scale_log2 * __shfl_sync(kAll, units.of[t], (lane & 3) * 8 + 4 * e);  // of row query_row
-            s.reference[h] = 0.0f;
-        }
 #pragma unroll
         for (int j = 0; j < C::kSteps; ++j) s.out[t][j][0] = s.out[t][j][1] = s.out[t][j][2] = s.out[t][j][3] = 0.0f;
 #pragma unroll

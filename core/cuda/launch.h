@@ -98,8 +98,9 @@ struct RowArg {
 };
 constexpr int kRowsAtOnce = 64;  // larger batches take several launches
 struct BatchArgs {
-    int32_t size = 0;       // rows of this launch
-    int32_t max_count = 0;  // tokens of the longest row
+    int32_t size = 0;         // rows of this launch
+    int32_t max_count = 0;    // tokens of the longest row
+    int32_t least_count = 0;  // rows with fewer are skipped
     // Device arrays; each may be NULL (kivi_batch). Rows begin at first_row.
     bool on_device = false;
     int32_t first_row = 0;
@@ -154,6 +155,7 @@ struct AttendArgs {
     int64_t window_left = -1;
     const float* learned_sinks = nullptr;
     float* workspace = nullptr;
+    bool invariant = false;  // KIVI_ATTEND_INVARIANT: rows of one batch that need different kernels come one by one
     BatchArgs batch;
 };
 void prepare_attend(const Layer& layer);  // likewise

@@ -39,9 +39,7 @@ void with_config(const TensorStore& key, bool few, const Visit& visit) {
     key.window_dtype == KIVI_BF16 ? with_dim<true>(key.dim, few, visit) : with_dim<false>(key.dim, few, visit);
 }
 
-bool few_rows(const Layer& layer, int32_t max_count) {
-    return static_cast<int64_t>(max_count) * ratio(layer) <= kFewRows;
-}
+bool few_rows(const Layer& layer, int32_t max_count) { return max_count <= prefill_few_count(layer); }
 
 bool aligned(const View& view) {
     return reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.token_stride % 8 == 0 &&
@@ -77,6 +75,8 @@ bool prefill_takes(const AttendArgs& args) {
     return (layer.max_tokens + args.batch.max_count) * int64_t{ratio(layer)} < kMaxTokens;
 }
 
+int32_t prefill_few_count(const Layer& layer) { return kFewRows / ratio(layer); }
+
 void prepare_prefill(const TensorStore& key) {
     for (const bool few : {false, true}) {
         with_config(key, few, [](auto config) {
@@ -106,7 +106,8 @@ void prefill(const AttendArgs& args, int32_t multiprocessors, Stream stream) {
         using C = decltype(config);
         const Cut<C> cut(layer, args.batch.size, args.batch.max_count, multiprocessors);
         const unsigned heads = layer.key.heads, rows = args.batch.size;
-        const prompt::Args p{args, static_cast<int32_t>(cut.tiles), cut.parts(),
+        // How many parts fit depends on the batch.
+        const prompt::Args p{args, static_cast<int32_t>(cut.tiles), args.invariant ? 1 : cut.parts(),
                              prompt::PackedPiece(FragmentSizes(layer.key.spec(), layer.key.dim),
                                                  FragmentSizes(layer.value.spec(), layer.value.dim))};
         prompt::prefill_kernel<C><<<dim3(p.tiles * p.parts, heads, rows), C::kThreads,

@@ -9,6 +9,9 @@ namespace kivi::cuda {
 // Whether a call on such a layer can be taken: q, and keys and values of the call, in the window dtype and aligned.
 bool prefill_takes(const AttendArgs& args);
 
+// Up to so many tokens a row, calls take the instance for few rows.
+int32_t prefill_few_count(const Layer& layer);
+
 void prepare_prefill(const TensorStore& key);
 size_t prefill_workspace(const Layer& layer, int32_t rows, int32_t max_count, int32_t multiprocessors);
 void prefill(const AttendArgs& args, int32_t multiprocessors, Stream stream);

@@ -1,6 +1,7 @@
 // The fast attention of a GPU against the CPU: every instance, ragged lengths, rings that wrap, several query tokens,
 // replayed graphs; soft caps, sliding windows and learned sinks against double precision.
 #define DOCTEST_CONFIG_IMPLEMENT
+#include <algorithm>
 #include <cmath>
 #include <string>
 
@@ -83,8 +84,14 @@ class Pair {
         CUDA_OK(cudaDeviceSynchronize());
     }
 
-    // Attends to all given sequences, compares out and LSE, and that a second call gives the same bits.
+    // Attends to all given sequences, with and without KIVI_ATTEND_INVARIANT, compares out and LSE, and that a second call
+    // gives the same bits.
     void compare(const std::vector<int32_t>& sequences, int count, const Options& options = {}) {
+        compare(sequences, count, options, 0);
+        compare(sequences, count, options, KIVI_ATTEND_INVARIANT);
+    }
+    void compare(const std::vector<int32_t>& sequences, int count, const Options& options, uint64_t flags) {
+        CAPTURE(flags);
         CAPTURE(count);
         CAPTURE(options.q_scale);
         CAPTURE(options.soft_cap);
@@ -114,6 +121,7 @@ class Pair {
         if (options.learned_sinks) params.learned_sinks = learned_sinks.device();
         std::vector<float> before;
         for (int turn = 0; turn < 3; ++turn) {
+            params.flags = flags;
             const kivi_tensor in = q.view(KIVI_CUDA, {rows, count, shape.q_heads, dim});
             const kivi_tensor to = out.view(KIVI_CUDA, {rows, count, shape.q_heads, dim});
             const kivi_tensor sums = lse.view(KIVI_CUDA, {rows, count, shape.q_heads});
@@ -154,6 +162,84 @@ class Pair {
 };
 
 
+// Sequences of one content and one set of queries each, whatever cache and call they are in. For results that must not
+// depend on those.
+class Contents {
+  public:
+    Contents(const Serving& shape, int dim, const std::vector<int>& lengths) : shape_(shape), dim_(dim) {
+        for (size_t s = 0; s < lengths.size(); ++s) {
+            keys_.push_back(Numbers(2 * s).rows(int64_t{1} * lengths[s] * shape.kv_heads, dim));
+            values_.push_back(Numbers(2 * s + 1).rows(int64_t{1} * lengths[s] * shape.kv_heads, dim));
+        }
+    }
+
+    int length(int number) const { return static_cast<int>(keys_[number].size() / (int64_t{1} * shape_.kv_heads * dim_)); }
+
+    // Tokens begin .. end - 1 of content `number` to a sequence.
+    void append(const Cache& cache, int32_t sequence, int number, int begin, int end) const {
+        if (begin == end) return;
+        const int64_t token = int64_t{1} * shape_.kv_heads * dim_;
+        const auto part = [&](const std::vector<float>& x) {
+            return std::vector<float>(x.begin() + begin * token, x.begin() + end * token);
+        };
+        Floats k(part(keys_[number])), v(part(values_[number]));
+        const kivi_batch batch = batch_of(1, &sequence, nullptr, end - begin);
+        const kivi_tensor keys = k.view(cache.device, {1, end - begin, shape_.kv_heads, dim_});
+        const kivi_tensor values = v.view(cache.device, {1, end - begin, shape_.kv_heads, dim_});
+        KIVI_OK_(kivi_append(cache, 0, &batch, &keys, &values, nullptr));
+        CUDA_OK(cudaDeviceSynchronize());
+    }
+
+    // Attends with KIVI_ATTEND_INVARIANT: row r has counts[r] queries of content numbers[r], which is sequence
+    // sequences[numbers[r]]. Returns out and LSE of row `which`.
+    std::vector<float> attend(const Cache& cache, const Workspace& workspace, const std::vector<int>& sequences,
+                              const std::vector<int>& numbers, const std::vector<int32_t>& counts, int which,
+                              bool on_device = false) const {
+        std::vector<float> queries;
+        std::vector<int32_t> ids;
+        int64_t tokens = 0, before = 0;
+        for (size_t r = 0; r < numbers.size(); ++r) {
+            const std::vector<float> own = Numbers(100 + numbers[r]).rows(int64_t{1} * counts[r] * shape_.q_heads, dim_);
+            queries.insert(queries.end(), own.begin(), own.end());
+            ids.push_back(sequences[numbers[r]]);
+            if (static_cast<int>(r) == which) before = tokens;
+            tokens += counts[r];
+        }
+        Halfs q(queries, shape_.dtype), out(tokens * shape_.q_heads * dim_, shape_.dtype);
+        Floats lse(tokens * shape_.q_heads);
+        kivi_batch batch = batch_of(static_cast<int>(ids.size()), ids.data(), counts.data(),
+                                    *std::max_element(counts.begin(), counts.end()));
+        int32_t* arrays = nullptr;
+        if (on_device) {
+            const size_t bytes = ids.size() * sizeof(int32_t);
+            CUDA_OK(cudaMalloc(&arrays, 2 * bytes));
+            CUDA_OK(cudaMemcpy(arrays, ids.data(), bytes, cudaMemcpyHostToDevice));
+            CUDA_OK(cudaMemcpy(arrays + ids.size(), counts.data(), bytes, cudaMemcpyHostToDevice));
+            batch.sequences = arrays, batch.counts = arrays + ids.size(), batch.device = KIVI_CUDA;
+        }
+        const kivi_tensor in = q.view(KIVI_CUDA, {tokens, shape_.q_heads, dim_});
+        const kivi_tensor to = out.view(KIVI_CUDA, {tokens, shape_.q_heads, dim_});
+        const kivi_tensor sums = lse.view(KIVI_CUDA, {tokens, shape_.q_heads});
+        kivi_attend_params params;
+        kivi_attend_params_init(&params, sizeof params);
+        params.flags = KIVI_ATTEND_INVARIANT;
+        params.lse = &sums;
+        KIVI_OK_(kivi_attend(cache, 0, &batch, &in, &to, &params, workspace.data, workspace.bytes, nullptr));
+        CUDA_OK(cudaDeviceSynchronize());
+        CUDA_OK(cudaFree(arrays));
+        const std::vector<float> all = out.download(), all_lse = lse.download();
+        const int64_t begin = before * shape_.q_heads, end = begin + counts[which] * shape_.q_heads;
+        std::vector<float> row(all.begin() + begin * dim_, all.begin() + end * dim_);
+        row.insert(row.end(), all_lse.begin() + begin, all_lse.begin() + end);
+        return row;
+    }
+
+  private:
+    Serving shape_;
+    int dim_;
+    std::vector<std::vector<float>> keys_, values_;
+};
+
 void check_every_instance(int32_t dtype) {
     for (const Instance& instance : kInstances) {
         CAPTURE(std::string(instance.name));
@@ -189,6 +275,43 @@ void check_every_instance(int32_t dtype) {
 TEST_CASE("every instance: ragged lengths, sinks and tails, ratios, query tokens") { check_every_instance(KIVI_F16); }
 
 TEST_CASE("every instance with bf16 windows, queries and results") { check_every_instance(KIVI_BF16); }
+
+TEST_CASE("with KIVI_ATTEND_INVARIANT bits do not depend on batch, counts beside, page placement and capacity") {
+    int turn = 0;
+    for (const Instance& instance : kInstances) {
+        CAPTURE(std::string(instance.name));
+        const int unit = instance.key_group;
+        Serving shape{2, 8, 5, unit, 72, unit, 9000, false, true, turn++ % 3 == 2 ? KIVI_BF16 : KIVI_F16};
+        const Contents contents(shape, instance.dim, {3, 5700, 333, 0, 2900});
+        const Cache plain(config_for(instance, shape), KIVI_CUDA);
+        for (int s = 0; s < 5; ++s) contents.append(plain, s, s, 0, contents.length(s));
+        // Elsewhere pages come in turns, between those of a sequence that goes.
+        const std::vector<int> same{0, 1, 2, 3, 4}, elsewhere{7, 2, 8, 0, 5};
+        shape.sequences = 9, shape.max_tokens = 40000;
+        const Cache roomy(config_for(instance, shape), KIVI_CUDA);
+        for (int round = 0; round < 3; ++round) {
+            contents.append(roomy, 1, 1, 300 * round, 300 * (round + 1));
+            for (int s = 4; s >= 0; --s) {
+                const int length = contents.length(s);
+                contents.append(roomy, elsewhere[s], s, length * round / 3, length * (round + 1) / 3);
+            }
+        }
+        KIVI_OK_(kivi_sequence_reset(roomy, 1, nullptr));
+        const Workspace tight(plain, 3, 17), wide(roomy, 3, 17);
+        // Counts of every kernel: four heads make 4, 8, 16, 20, 64 and 68 rows of them.
+        for (const int count : {1, 2, 4, 5, 16, 17}) {
+            CAPTURE(count);
+            for (const int s : {1, 4, count % 3 % 2 * 2}) {
+                CAPTURE(s);
+                const int t = (s + 1) % 5, u = (s + 2) % 5;
+                const std::vector<float> alone = contents.attend(plain, tight, same, {s}, {count}, 0);
+                CHECK(contents.attend(plain, tight, same, {t, s, u}, {1, count, 4}, 1) == alone);
+                CHECK(contents.attend(roomy, wide, elsewhere, {t, s, u}, {17, count, 2}, 1) == alone);
+                CHECK(contents.attend(roomy, wide, elsewhere, {t, u, s}, {1, 4, count}, 2, true) == alone);
+            }
+        }
+    }
+}
 
 TEST_CASE("soft cap, sliding window, learned sinks") {
     for (const int number : {0, 2, 3, 7, 8, 11, 12}) {

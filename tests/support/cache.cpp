@@ -160,7 +160,7 @@ Answer Cache::attend(const Rows& rows, const Floats& q, const Ask& ask, int inde
     params.soft_cap = ask.soft_cap;
     params.window_left = ask.window_left;
     params.lse = lse;
-    params.flags = KIVI_ATTEND_INVARIANT;
+    params.flags = ask.flags;
     if (!ask.fresh_k.empty()) {
         params.k = k;
         params.v = v;

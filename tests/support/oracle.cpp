@@ -100,17 +100,40 @@ Distance distance(const Answer& answer, const Exact& exact, int value_dim) {
     return d;
 }
 
-void check_attend(const Cache& cache, const Rows& rows, const Floats& q, const Ask& ask, int layer) {
-    // The queries and the output as their types hold them.
+namespace {
+
+// The queries as their type holds them.
+Floats rounded(const Floats& q, int32_t dtype) {
     Floats given = q;
-    for (float& x : given) x = round_to(ask.q_dtype, x);
-    const Exact exact = exact_attention(cache, rows, given, ask, layer);
-    const Answer answer = cache.attend(rows, q, ask, layer);
+    for (float& x : given) x = round_to(dtype, x);
+    return given;
+}
+
+void check_flags(const Cache& cache, const Rows& rows, const Floats& q, Ask ask, int layer, bool with_and_without) {
+    const Exact exact = exact_attention(cache, rows, rounded(q, ask.q_dtype), ask, layer);
     const double ulp = ask.out_dtype == KIVI_F32 ? 0 : ask.out_dtype == KIVI_F16 ? 0x1p-11 : 0x1p-8;
-    const Distance d = distance(answer, exact, cache.layer(layer).value_dim);
-    CHECK(d.whole <= backend().tolerance + ulp);
-    CHECK(d.worst_row <= 10 * backend().tolerance + ulp);
-    CHECK(d.lse <= backend().tolerance);
+    for (int turn = 0; turn < 1 + with_and_without; ++turn) {
+        INFO("flags ", ask.flags, ", types ", ask.q_dtype, " ", ask.out_dtype);
+        const Distance d = distance(cache.attend(rows, q, ask, layer), exact, cache.layer(layer).value_dim);
+        CHECK(d.whole <= backend().tolerance + ulp);
+        CHECK(d.worst_row <= 10 * backend().tolerance + ulp);
+        CHECK(d.lse <= backend().tolerance);
+        ask.flags ^= KIVI_ATTEND_INVARIANT;
+    }
+}
+
+}  // namespace
+
+void check_attend(const Cache& cache, const Rows& rows, const Floats& q, const Ask& ask, int layer) {
+    const bool on_gpu = backend().device != KIVI_CPU;
+    check_flags(cache, rows, q, ask, layer, on_gpu);
+    Ask of_windows = ask;
+    of_windows.q_dtype = of_windows.out_dtype = cache.config().window_dtype;
+    if (!on_gpu || (ask.q_dtype == of_windows.q_dtype && ask.out_dtype == of_windows.out_dtype)) return;
+    for (float x : rounded(q, of_windows.q_dtype)) {
+        if (std::isinf(x)) return;  // the type cannot hold what the case is about
+    }
+    check_flags(cache, rows, q, of_windows, layer, true);
 }
 
 }  // namespace kivi_test

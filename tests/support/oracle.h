@@ -23,7 +23,8 @@ struct Distance {
 };
 Distance distance(const Answer& answer, const Exact& exact, int value_dim);
 
-// Attends and compares under the tolerance of the backend.
+// Attends and compares under the tolerance of the backend: with the flags of `ask`; on a GPU also without, and with queries
+// and results of the window dtype, since other kernels serve those.
 void check_attend(const Cache& cache, const Rows& rows, const Floats& q, const Ask& ask = {}, int layer = 0);
 
 }  // namespace kivi_test

@@ -1,0 +1,64 @@
+#include "cuda/attend_call.h"
+
+#include <algorithm>
+
+#include "cuda/decode.h"
+#include "cuda/prefill.h"
+
+namespace kivi::cuda {
+namespace {
+
+void launch(const AttendArgs& args, bool fragment_pages, int32_t multiprocessors, Stream stream) {
+    if (fragment_pages && decode_takes(args)) {
+        decode(args, multiprocessors, stream);
+    } else if (fragment_pages && prefill_takes(args)) {
+        prefill(args, multiprocessors, stream);
+    } else {
+        attend(args, stream);
+    }
+}
+
+// Rows of `count` to the returned number of tokens are of one kernel and instance.
+int32_t alike_until(const Layer& layer, int32_t count) {
+    if (count <= decode_max_count(layer)) return count;
+    return count <= prefill_few_count(layer) ? prefill_few_count(layer) : INT32_MAX;
+}
+
+// Leaves rows of least .. most tokens; whether there can be any.
+bool keep_rows(BatchArgs& batch, int32_t least, int32_t most) {
+    const bool alike = batch.on_device && batch.counts == nullptr;  // all have max_count
+    if (alike && most < batch.max_count) return false;
+    batch.least_count = least;
+    batch.max_count = std::min(most, batch.max_count);
+    bool any = batch.on_device;
+    for (int32_t i = 0; i < batch.size && !batch.on_device; ++i) {
+        int32_t& count = batch.rows[i].count;
+        if (count < least || count > most) count = 0;
+        any = any || count > 0;
+    }
+    return any;
+}
+
+}  // namespace
+
+void attend_call(const AttendArgs& args, bool fragment_pages, int32_t multiprocessors, Stream stream) {
+    if (!args.invariant || !fragment_pages) return launch(args, fragment_pages, multiprocessors, stream);
+    // Which kernel a row takes must not depend on the rows beside it: one launch for those of a kind.
+    AttendArgs part = args;
+    for (int64_t least = 1, most; least <= args.batch.max_count; least = most + 1) {
+        most = alike_until(args.layer, static_cast<int32_t>(least));
+        part.batch = args.batch;
+        if (!keep_rows(part.batch, static_cast<int32_t>(least), static_cast<int32_t>(most))) continue;
+        launch(part, fragment_pages, multiprocessors, stream);
+    }
+}
+
+size_t attend_call_workspace(const Layer& layer, bool fragment_pages, int32_t rows, int32_t max_count,
+                             int32_t multiprocessors) {
+    const size_t general = attend_workspace(layer, rows, max_count);
+    if (!fragment_pages) return general;
+    return std::max({general, decode_workspace(layer, rows, max_count, multiprocessors),
+                     prefill_workspace(layer, rows, max_count, multiprocessors)});
+}
+
+}  // namespace kivi::cuda
