@@ -8,8 +8,8 @@
 //     prompts   packing prompts of one sequence with 8 KV heads, a layer; --quick: some
 //     steps     appending one token to each sequence, flushes included, a layer
 //     chunks    queries of several tokens over packed pasts, some with KIVI_ATTEND_INVARIANT too; --quick: some
-//   bench_gpu --spec NAME [SHAPE]   one of the specs at every shape, or at the one of that number; NAME may end in
-//                                   " invariant"
+//   bench_gpu --spec NAME [SHAPE]   one of the specs or presets at every shape, or at the one of that number; NAME may end
+//                                   in " invariant"
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -487,8 +487,10 @@ int main(int argc, char** argv) {
     if (words.size() >= 2 && words[0] == "--spec") {
         bench.table = "specs";
         const int number = words.size() > 2 ? std::atoi(words[2].c_str()) : -1;
-        for (const Case& c : kCases) {
-            for (const Storage& s : {storage_of(c), invariant(storage_of(c))}) {
+        std::vector<Storage> all = presets();
+        for (const Case& c : kCases) all.push_back(storage_of(c));
+        for (const Storage& one : all) {
+            for (const Storage& s : {one, invariant(one)}) {
                 if (words[1] != s.name) continue;
                 for (const Shape& shape : kShapes) {
                     if (number < 0 || &shape == kShapes + number) measure_attend(bench, s, shape);

@@ -8,10 +8,12 @@
 namespace kivi::cuda {
 namespace {
 
-void launch(const AttendArgs& args, bool fragment_pages, int32_t multiprocessors, Stream stream) {
-    if (fragment_pages && decode_takes(args)) {
+bool prefills(const Layer& layer) { return layer.key.order.order == Order::fragment; }
+
+void launch(const AttendArgs& args, bool decodes, int32_t multiprocessors, Stream stream) {
+    if (decodes && decode_takes(args)) {
         decode(args, multiprocessors, stream);
-    } else if (fragment_pages && prefill_takes(args)) {
+    } else if (prefills(args.layer) && prefill_takes(args)) {
         prefill(args, multiprocessors, stream);
     } else {
         attend(args, stream);
@@ -41,24 +43,23 @@ bool keep_rows(BatchArgs& batch, int32_t least, int32_t most) {
 
 }  // namespace
 
-void attend_call(const AttendArgs& args, bool fragment_pages, int32_t multiprocessors, Stream stream) {
-    if (!args.invariant || !fragment_pages) return launch(args, fragment_pages, multiprocessors, stream);
+void attend_call(const AttendArgs& args, bool decodes, int32_t multiprocessors, Stream stream) {
+    if (!args.invariant || !decodes) return launch(args, decodes, multiprocessors, stream);
     // Which kernel a row takes must not depend on the rows beside it: one launch for those of a kind.
     AttendArgs part = args;
     for (int64_t least = 1, most; least <= args.batch.max_count; least = most + 1) {
         most = alike_until(args.layer, static_cast<int32_t>(least));
         part.batch = args.batch;
         if (!keep_rows(part.batch, static_cast<int32_t>(least), static_cast<int32_t>(most))) continue;
-        launch(part, fragment_pages, multiprocessors, stream);
+        launch(part, decodes, multiprocessors, stream);
     }
 }
 
-size_t attend_call_workspace(const Layer& layer, bool fragment_pages, int32_t rows, int32_t max_count,
-                             int32_t multiprocessors) {
-    const size_t general = attend_workspace(layer, rows, max_count);
-    if (!fragment_pages) return general;
-    return std::max({general, decode_workspace(layer, rows, max_count, multiprocessors),
-                     prefill_workspace(layer, rows, max_count, multiprocessors)});
+size_t attend_call_workspace(const Layer& layer, bool decodes, int32_t rows, int32_t max_count, int32_t multiprocessors) {
+    size_t bytes = attend_workspace(layer, rows, max_count);
+    if (decodes) bytes = std::max(bytes, decode_workspace(layer, rows, max_count, multiprocessors));
+    if (prefills(layer)) bytes = std::max(bytes, prefill_workspace(layer, rows, max_count, multiprocessors));
+    return bytes;
 }
 
 }  // namespace kivi::cuda

@@ -34,6 +34,8 @@ bool query_aware(const kivi_layer& layer) {
     return layer.kv_heads > 0 && layer.k.bits != 16 && layer.k.rounding == KIVI_ROUND_QUERY_AWARE;
 }
 
+bool has_codes(const kivi_layer& layer) { return layer.k.bits != 16 || layer.v.bits != 16; }
+
 // Bytes of the tables that pack with moments, one layer: order, its inverse, weights in panels.
 uint64_t feedback_bytes(const kivi_layer& layer) {
     return query_aware(layer) ? layer.kv_heads * (2 * layer.key_dim * sizeof(uint16_t) +
@@ -572,9 +574,9 @@ class CudaBackend final : public Backend {
         prepare_write(args);
         prepare_attend(args);
         layer.fast = decode_serves(args.key, args.value, shape.q_heads / shape.kv_heads, capability_of(device_));
-        if (layer.fast) {
+        if (layer.fast) prepare_decode(args.key, args.value);
+        if (layer.fast && has_codes(shape)) {
             args.key.order.order = args.value.order.order = Order::fragment;
-            prepare_decode(args.key, args.value);
             prepare_prefill(args.key);
             prepare_pack(args);
         }
@@ -637,10 +639,11 @@ PathInfo path(const Model& model, const kivi_layer& layer) {
     return info;
 }
 
-// Canonical unless some layer has pages in the fragment order.
+// Canonical unless some layer has codes in the fragment order.
 uint64_t layout_version(const Model& model) {
     for (size_t i = 0; i < model.layers.size(); ++i) {
-        if (model.has(static_cast<int>(i)) && path(model, model.layers[i]).attend_path == KIVI_PATH_FAST) return kFragmentVersion;
+        if (!model.has(static_cast<int>(i)) || !has_codes(model.layers[i])) continue;
+        if (path(model, model.layers[i]).attend_path == KIVI_PATH_FAST) return kFragmentVersion;
     }
     return 0;
 }

@@ -17,7 +17,7 @@ namespace {
 // Compute capabilities with bulk copies and 227 KB of shared memory a block: from 9.0 to below 12.0.
 constexpr int32_t kFirstCapability = 90, kEndCapability = 120;
 constexpr int64_t kMaxTokens = 1 << 24;  // places on the line of work are 32-bit
-constexpr size_t kRunBytes = size_t{64} << 20;  // of runs, for which rows come in several launches; more only for one row
+constexpr size_t kRoomForRuns = size_t{64} << 20;  // bytes; rows with more runs come in several launches
 
 int value_group(const TensorStore& value) {
     return value.spec().group == KIVI_GROUP_HEAD ? value.dim : value.spec().group;
@@ -25,9 +25,9 @@ int value_group(const TensorStore& value) {
 
 template <class C>
 bool fits(const TensorStore& key, const TensorStore& value) {
-    return key.dim == C::kDim && value.dim == C::kDim && (key.window_dtype == KIVI_BF16) == C::kBf16 &&
+    return key.dim == C::kDim && value.dim == C::kDim && key.window_dtype == (C::kBf16 ? KIVI_BF16 : KIVI_F16) &&
            key.spec().bits == C::kKeyBits && value.spec().bits == C::kValueBits &&
-           key.spec().group == C::kKeyGroup && value_group(value) == C::kDim / C::kValueGroups;
+           (C::kPlain || (key.spec().group == C::kKeyGroup && value_group(value) == C::kDim / C::kValueGroups));
 }
 
 // visit(Config) for the layer's instances, until it returns true; whether it did.
@@ -124,7 +124,7 @@ int64_t most_runs_of_a_row(const Layer& layer) {
 }
 template <class C>
 int32_t rows_with_runs_at_once(const Layer& layer, int32_t rows) {
-    const int64_t fit = kRunBytes / (most_runs_of_a_row<C>(layer) * C::kRunBytes);
+    const int64_t fit = kRoomForRuns / (most_runs_of_a_row<C>(layer) * C::kRunBytes);
     return static_cast<int32_t>(std::min<int64_t>(std::min(rows, kRowsAtOnce), std::max(int64_t{1}, fit)));
 }
 
@@ -145,8 +145,9 @@ const char* why_not_decode(const TensorStore& key, const TensorStore& value, int
     if (capability < kFirstCapability || capability >= kEndCapability) {
         return "the fast kernel needs compute capability 9.0 or 10.x";
     }
-    if (k.bits == 16 || v.bits == 16 || k.axis != KIVI_AXIS_CHANNEL || v.axis != KIVI_AXIS_TOKEN) {
-        return "the fast kernel needs keys by channel and values by token";
+    const bool plain = k.bits == 16 && v.bits == 16;
+    if (!plain && (k.axis != KIVI_AXIS_CHANNEL || v.axis != KIVI_AXIS_TOKEN)) {
+        return "the fast kernel needs keys by channel and values by token, or both of 16 bits";
     }
     if (k.param_dtype == KIVI_F32 || v.param_dtype == KIVI_F32) return "the fast kernel needs scales in f16";
     if (key.windows.schedule != KIVI_SCHEDULE_ROLLING) return "the fast kernel needs the rolling schedule";

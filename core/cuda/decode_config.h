@@ -30,7 +30,13 @@ struct Config {
     static constexpr int kWarps = WARPS, kThreads = 32 * WARPS;
     static constexpr int kStages = 2;  // visits in a ring
     static constexpr int kVisitBlocks = VISIT_BLOCKS, kStepBlocks = STEP_BLOCKS;
-    static constexpr int kVisitTokens = VISIT_BLOCKS * kBlockTokens;
+    // A visit to a window: 16 tokens, keys then values; 8 where 16 would make the slots too large. Pages of 16 bits hold
+    // rows like those of windows, and are visited as these are: what follows about codes is not for them.
+    static constexpr bool kPlain = KEY_BITS == 16;
+    static constexpr int kWindowTokens = DIM > 128 ? 8 : 16, kRowBytes = 2 * DIM;
+    static constexpr int kWindowHalf = kWindowTokens * kRowBytes;
+    static constexpr int kVisitTokens = kPlain ? kWindowTokens : VISIT_BLOCKS * kBlockTokens;
+    static_assert(kPlain == (VALUE_BITS == 16));
     static_assert(DIM == 64 || DIM == 128 || DIM == 256);
     static_assert(KEY_BITS != 3 || DIM >= 128, "sixteen operands share three vectors");
     static_assert(kValueGroups <= 8, "a row of the operand for each group's mins");
@@ -49,7 +55,8 @@ struct Config {
     static constexpr int kVisitGroups = kSharedParams ? 1 : kVisitTokens / KEY_GROUP;
     static constexpr int kKeyBytes =
         kSharedParams ? kKeyParams + VISIT_BLOCKS * kKeyCodes : kVisitGroups * kGroupBytes;
-    static constexpr int kValueBytes = VISIT_BLOCKS * kValueBlock, kVisitBytes = kKeyBytes + kValueBytes;
+    static constexpr int kValueBytes = VISIT_BLOCKS * kValueBlock;
+    static constexpr int kVisitBytes = kPlain ? 2 * kWindowHalf : kKeyBytes + kValueBytes;
     __host__ __device__ static constexpr int key_codes(int block) {
         return kSharedParams ? kKeyParams + block * kKeyCodes
                              : block / kGroupBlocks * kGroupBytes + kKeyParams + block % kGroupBlocks * kKeyCodes;
@@ -57,9 +64,6 @@ struct Config {
     static constexpr int kKeyStride = VISIT_BLOCKS > 1 ? key_codes(1) - key_codes(0) : 0;
     static_assert(VISIT_BLOCKS <= 2 || KEY_GROUP == 32, "blocks of a visit equally far apart");
 
-    // A visit to a window: 16 tokens, keys then values; 8 where 16 would make the slots too large.
-    static constexpr int kWindowTokens = DIM > 128 ? 8 : 16, kRowBytes = 2 * DIM;
-    static constexpr int kWindowHalf = kWindowTokens * kRowBytes;
     static constexpr int kSlotBytes = ((2 * kWindowHalf > kVisitBytes ? 2 * kWindowHalf : kVisitBytes) + 127) / 128 * 128;
 
     static constexpr int kWindowKilo = (2 * kWindowHalf + 512) / 1024, kVisitKilo = (kVisitBytes + 512) / 1024;

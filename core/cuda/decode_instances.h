@@ -42,7 +42,17 @@
     X(BF16, 256, 3, 2, 64, 64, 8, 8, 1, 1) /* k3v2 of wide heads */        \
     X(BF16, 256, 4, 4, 32, 32, 8, 8, 1, 1) /* kivi4 of wide heads */
 
+// The preset f16, of which groups and blocks say nothing.
+#define KIVI_DECODE_PLAIN(X, BF16)                \
+    X(BF16, 64, 16, 16, 32, 64, 8, 16, 1, 1)      \
+    X(BF16, 64, 16, 16, 32, 64, 16, 12, 1, 1)     \
+    X(BF16, 128, 16, 16, 32, 128, 4, 12, 1, 1)    \
+    X(BF16, 128, 16, 16, 32, 128, 8, 12, 1, 1)    \
+    X(BF16, 128, 16, 16, 32, 128, 16, 8, 1, 1)    \
+    X(BF16, 256, 16, 16, 32, 256, 8, 8, 1, 1)
+
 #define KIVI_DECODE_INSTANCES(X)                        \
     KIVI_DECODE_128(X, false) KIVI_DECODE_128(X, true)  \
     KIVI_DECODE_64(X, false) KIVI_DECODE_64(X, true)    \
-    KIVI_DECODE_256(X, false) KIVI_DECODE_256(X, true)
+    KIVI_DECODE_256(X, false) KIVI_DECODE_256(X, true)  \
+    KIVI_DECODE_PLAIN(X, false) KIVI_DECODE_PLAIN(X, true)

@@ -165,9 +165,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         }
 
         barrier_wait(full + 8 * stage, parity);
-        if (info_kind(info) != kPage) {
+        if (C::kPlain || info_kind(info) != kPage) {
             visit_window<C>(state, shared, p, shared.ring[warp][stage], info, warp, lane);
-        } else {
+        } else if constexpr (!C::kPlain) {
             visit_page<C>(state, key, shared, p, shared.ring[warp][stage], info, visit > 0 && info_part<C>(info) > 0,
                           warp, lane);
         }

@@ -153,15 +153,15 @@ struct alignas(16) Visit {
 __device__ __forceinline__ int segment_of(int row, int head) { return row << 16 | head; }
 __device__ __forceinline__ int row_of(int segment) { return segment >> 16; }
 __device__ __forceinline__ int head_of(int segment) { return segment & 0xFFFF; }
-enum Kind { kPage, kSink, kTail };
+enum Kind { kPage, kSink, kTail, kRows };  // kRows: a page of 16 bits
 __device__ __forceinline__ int info_valid(int i) { return i & 255; }         // tokens that exist
 __device__ __forceinline__ int info_left(int i) { return i >> 8 & 255; }     // to the sequence's end, at most 255
 __device__ __forceinline__ int info_kind(int i) { return i >> 16 & 3; }
 __device__ __forceinline__ int info_block(int i) { return i >> 18 & 3; }     // first block, in the page
 __device__ __forceinline__ bool info_first(int i) { return i >> 20 & 1; }    // of its segment, or of a run
 __device__ __forceinline__ bool info_last(int i) { return i >> 21 & 1; }     // of its segment
-__device__ __forceinline__ int info_straight(int i) { return i >> 22 & 31; }  // of a window: tokens before the ring's end
-// How many of the first tokens the last query token does not see any more; at most 255, in a window 31.
+__device__ __forceinline__ int info_straight(int i) { return i >> 22 & 31; }  // of rows: tokens before the ring's end
+// How many of the first tokens the last query token does not see any more; at most 255, of rows 31.
 __device__ __forceinline__ int info_cut(int i) { return info_kind(i) == kPage ? i >> 22 & 255 : i >> 27 & 31; }
 // Number of the visit in its key group, where that is longer.
 template <class C>

@@ -124,6 +124,11 @@ __device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const Dec
                        ((int64_t{row.sequence} * kv_heads + head) * capacity + place) * C::kRowBytes;
             v.info = valid | left << 8 | (tail ? kTail : kSink) << 16 | straight << 22 |
                      cut(tail ? row.sink + row.packed + token : token, 31) << 27 | flags;
+        } else if constexpr (C::kPlain) {
+            const int valid = min(C::kWindowTokens, row.packed - in_pages);
+            v.source = p.pages + (int64_t{page} * kv_heads + head) * p.page_bytes + in_pages % kPageTokens * C::kRowBytes;
+            v.info = valid | min(255, row.packed + row.tail - in_pages) << 8 | kRows << 16 | valid << 22 |
+                     cut(row.sink + in_pages, 31) << 27 | flags;
         } else {
             v.source = p.pages + (int64_t{page} * kv_heads + head) * p.page_bytes;
             v.info = min(C::kVisitTokens, row.packed - in_pages) | min(255, row.packed + row.tail - in_pages) << 8 |
@@ -141,10 +146,12 @@ template <class C>
 __device__ __forceinline__ void copy_visit(SharedStorage<C>& shared, const DecodeArgs& p, const Visit& v, int stage,
                                            bool follows, int warp) {
     const uint32_t to = shared_address(shared.ring[warp][stage]), bar = shared_address(&shared.full[warp][stage]);
-    if (info_kind(v.info) != kPage) {
+    if (C::kPlain || info_kind(v.info) != kPage) {
         const bool tail = info_kind(v.info) == kTail;
         const uint8_t* const values =
-            (tail ? p.tail_values : p.sink_values) + (v.source - (tail ? p.tail_keys : p.sink_keys));
+            info_kind(v.info) == kRows
+                ? v.source + p.value_offset
+                : (tail ? p.tail_values : p.sink_values) + (v.source - (tail ? p.tail_keys : p.sink_keys));
         const uint32_t straight = info_straight(v.info) * C::kRowBytes;
         const uint32_t rest = info_valid(v.info) * C::kRowBytes - straight;
         barrier_expect(bar, 2 * (straight + rest));

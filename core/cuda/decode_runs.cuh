@@ -42,9 +42,10 @@ __device__ __forceinline__ bool completes(const DecodeArgs& p, unsigned first, b
     return __shfl_sync(kAll, last, 0);
 }
 
-// What this block has left, by all of its warps: a row of a group each.
+// What this block has left, by all of its warps: a row of a group each. A function of its own: it stays out of the way of
+// calls that need it not.
 template <class C>
-__device__ __forceinline__ void merge_runs(const DecodeArgs& p, const SharedStorage<C>& shared, int worker, int lane) {
+__device__ __noinline__ void merge_runs(const DecodeArgs& p, const SharedStorage<C>& shared, int worker, int lane) {
     const unsigned kv_heads = p.kv_heads, batch_rows = p.batch_rows, end = shared.block.begin + shared.block.weight;
     const int rows = p.query_rows.by;
     const Slice start = find_slice<C>(shared, p, shared.block.begin, end, lane);
@@ -54,23 +55,24 @@ __device__ __forceinline__ void merge_runs(const DecodeArgs& p, const SharedStor
 #pragma unroll 1
     for (unsigned begin = shared.block.begin; begin < end;) {
         const unsigned runs = shared.rows[r].weight;
-        const unsigned first = segment + (begin - segment) / kGroupRuns * kGroupRuns;
-        const unsigned size = min(kGroupRuns, segment + runs - first), own_end = min(end, first + size);
+        const unsigned group = segment + (begin - segment) / kGroupRuns * kGroupRuns;  // its first run
+        const unsigned group_end = min(group + kGroupRuns, segment + runs), own_end = min(end, group_end);
 #pragma unroll 1
         for (int row = 0; row < rows; ++row) {
             if (task++ % C::kWarps != worker) continue;
-            if (!completes<C>(p, first, false, row, own_end - begin, size, lane)) continue;
-            Row<C> sum =
-                merge_parts<C>(0, size - 1, lane, [&](unsigned run) { return run_of<C>(p, first + run, row); });
-            if (runs > kGroupRuns) {
-                const unsigned groups = (runs + kGroupRuns - 1) / kGroupRuns;
-                leave_part<C>(run_of<C>(p, first, row), lane, sum);
-                if (!completes<C>(p, segment, true, row, 1, groups, lane)) continue;
-                sum = merge_parts<C>(0, groups - 1, lane, [&](unsigned group) {
-                    return run_of<C>(p, segment + group * kGroupRuns, row);
-                });
+            // The runs of the group, then the groups of the segment.
+            unsigned first = group, stride = 1, count = group_end - group, more = own_end - begin;
+#pragma unroll 1
+            while (completes<C>(p, first, stride > 1, row, more, count, lane)) {
+                const Row<C> sum = merge_parts<C>(
+                    0, count - 1, lane, [&](unsigned i) { return run_of<C>(p, first + i * stride, row); });
+                if (stride > 1 || runs <= kGroupRuns) {
+                    write_row<C>(p, shared.rows[r], head, row, lane, sum);
+                    break;
+                }
+                leave_part<C>(run_of<C>(p, group, row), lane, sum);
+                first = segment, stride = kGroupRuns, count = (runs + kGroupRuns - 1) / kGroupRuns, more = 1;
             }
-            write_row<C>(p, shared.rows[r], head, row, lane, sum);
         }
         begin = own_end;
         if (begin < segment + runs) continue;

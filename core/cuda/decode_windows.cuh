@@ -1,4 +1,4 @@
-// A visit to a 16-bit window: sinks or tail.
+// A visit to 16-bit rows: of sinks, tail or a page of 16 bits.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -65,7 +65,7 @@ __device__ __forceinline__ void window_probabilities(const float (&score)[2][C::
     }
 }
 
-// One visit to a window: up to 16 tokens, keys at `slot`, values behind them. Tokens are the rows of the scores, in
+// One visit to rows: up to 16 tokens, keys at `slot`, values behind them. Tokens are the rows of the scores, in
 // their own order; 16 bytes of a key row are four operand registers as they stand. Values arrive token-major, but a
 // register wants two tokens of one channel: one PRMT each. Their products get accumulators of their own, since out[]
 // is in units of 2^step_power * 2^-24.

@@ -67,8 +67,9 @@ KIVI_HOST_DEVICE constexpr int vector_of(int bits, int number) {
 }
 KIVI_HOST_DEVICE constexpr int field_of(int bits, int number) { return slot_of(bits, number) % fields_of(bits); }
 
-// log2 of the power of two that the codes of a step carry as operands, in either unit.
+// log2 of the power of two that the codes of a step carry as operands, in either unit. 16-bit numbers carry none.
 KIVI_HOST_DEVICE constexpr int step_power(int bits, int step) {
+    if (bits == 16) return 0;
     if (is_spare(bits, step)) return kSparePower;
     const int in_place = bits == 3 ? 3 : 8 / bits;
     return bits * (field_of(bits, step) % in_place);

@@ -15,10 +15,15 @@ namespace {
 kivi_spec spec_of(int bits, int axis, int group, bool rotated) {
     kivi_spec spec{};
     spec.bits = bits;
-    spec.axis = axis;
-    spec.group = group;
+    if (bits < 16) spec.axis = axis, spec.group = group;
     spec.transform = rotated ? KIVI_TRANSFORM_HADAMARD : KIVI_TRANSFORM_NONE;
     return spec;
+}
+
+std::vector<Instance> every_instance() {
+    std::vector<Instance> all(std::begin(kInstances), std::end(kInstances));
+    all.insert(all.end(), std::begin(kPlainInstances), std::end(kPlainInstances));
+    return all;
 }
 
 struct Serving {
@@ -241,7 +246,7 @@ class Contents {
 };
 
 void check_every_instance(int32_t dtype) {
-    for (const Instance& instance : kInstances) {
+    for (const Instance& instance : every_instance()) {
         CAPTURE(std::string(instance.name));
         const int unit = instance.key_group;
         int turn = 0;
@@ -278,7 +283,7 @@ TEST_CASE("every instance with bf16 windows, queries and results") { check_every
 
 TEST_CASE("with KIVI_ATTEND_INVARIANT bits do not depend on batch, counts beside, page placement and capacity") {
     int turn = 0;
-    for (const Instance& instance : kInstances) {
+    for (const Instance& instance : every_instance()) {
         CAPTURE(std::string(instance.name));
         const int unit = instance.key_group;
         Serving shape{2, 8, 5, unit, 72, unit, 9000, false, true, turn++ % 3 == 2 ? KIVI_BF16 : KIVI_F16};
@@ -314,8 +319,9 @@ TEST_CASE("with KIVI_ATTEND_INVARIANT bits do not depend on batch, counts beside
 }
 
 TEST_CASE("soft cap, sliding window, learned sinks") {
-    for (const int number : {0, 2, 3, 7, 8, 11, 12}) {
-        const Instance& instance = kInstances[number];
+    const std::vector<Instance> all = every_instance();
+    for (const int number : {0, 2, 3, 7, 8, 11, 12, 14, 16}) {
+        const Instance& instance = all[number];
         CAPTURE(std::string(instance.name));
         const int unit = instance.key_group;
         for (const Serving& shape : {Serving{2, 8, 5, unit, 72, unit, 2000, false, false, KIVI_F16, true},
@@ -335,7 +341,7 @@ TEST_CASE("soft cap, sliding window, learned sinks") {
 }
 
 TEST_CASE("many short sequences, one long one, more blocks than visits") {
-    for (const Instance& instance : {kInstances[0], kInstances[3], kInstances[7]}) {
+    for (const Instance& instance : {kInstances[0], kInstances[3], kInstances[7], kPlainInstances[0]}) {
         CAPTURE(std::string(instance.name));
         Pair pair(instance, {8, 32, 40, instance.key_group, 96, instance.key_group, 20000, false, true});
         std::vector<int32_t> all;

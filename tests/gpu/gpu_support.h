@@ -229,6 +229,7 @@ class Captured {
         cudaGraphDestroy(graph_);
     }
     Captured(const Captured&) = delete;
+    cudaGraph_t graph() const { return graph_; }
     // Once more, to its end.
     void replay() const {
         CUDA_OK(cudaGraphLaunch(replay_, stream_));

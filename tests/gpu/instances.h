@@ -26,4 +26,11 @@ const Instance kInstances[] = {
     {"4/4 g32 dim 256", 256, 4, 4, 32, 32},
 };
 
+// Those of 16 bits, which have no groups; key_group is the unit of the windows that tests take.
+const Instance kPlainInstances[] = {
+    {"16/16", 128, 16, 16, 32, 0},
+    {"16/16 dim 64", 64, 16, 16, 32, 0},
+    {"16/16 dim 256", 256, 16, 16, 32, 0},
+};
+
 }  // namespace gpu_test

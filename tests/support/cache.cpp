@@ -177,9 +177,8 @@ Answer Cache::attend(const Rows& rows, const Floats& q, const Ask& ask, int inde
     }
     size_t bytes = 0;
     require_ok(kivi_attend_workspace(cache_, index, int32_t(rows.size()), most, &bytes));
-    const Tensor workspace(KIVI_F32, {int64_t(bytes / 4 + 1)});
-    require_ok(kivi_attend(cache_, index, Batch(rows, offsets), queries, out, &params,
-                           const_cast<void*>(workspace.data()), bytes, nullptr));
+    const Workspace workspace(bytes);
+    require_ok(kivi_attend(cache_, index, Batch(rows, offsets), queries, out, &params, workspace.data(), bytes, nullptr));
     CHECK(out.marks_intact());
     CHECK(lse.marks_intact());
     CHECK(workspace.marks_intact());

@@ -23,8 +23,8 @@ struct Distance {
 };
 Distance distance(const Answer& answer, const Exact& exact, int value_dim);
 
-// Attends and compares under the tolerance of the backend: with the flags of `ask`; on a GPU also without, and with queries
-// and results of the window dtype, since other kernels serve those.
+// Attends and compares under the tolerance of the backend. Where a GPU has fast kernels for the layer, which serve queries
+// and results of the window dtype only, also with these, with and without KIVI_ATTEND_INVARIANT.
 void check_attend(const Cache& cache, const Rows& rows, const Floats& q, const Ask& ask = {}, int layer = 0);
 
 }  // namespace kivi_test

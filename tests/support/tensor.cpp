@@ -1,6 +1,7 @@
 // Strided memory with marks around and between the elements.
 #include "support/tensor.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace kivi_test {
@@ -92,6 +93,22 @@ bool Tensor::marks_intact() const {
     backend().download(now.data(), memory_, bytes_);
     for_each([&](size_t at, bool) { std::memset(&now[at], kMark, element_bytes(view_.dtype)); });
     return now == Bytes(bytes_, kMark);
+}
+
+Workspace::Workspace(size_t bytes)
+    : bytes_(bytes), memory_(static_cast<uint8_t*>(backend().allocate(bytes + 2 * kGuard))) {
+    const Bytes marks(kGuard + std::min(bytes, size_t{1} << 20), kMark);
+    backend().upload(memory_, marks.data(), marks.size());
+    backend().upload(data() + bytes_, marks.data(), kGuard);
+}
+
+uint8_t* Workspace::data() const { return memory_ + kGuard; }
+
+bool Workspace::marks_intact() const {
+    Bytes around(2 * kGuard);
+    backend().download(around.data(), memory_, kGuard);
+    backend().download(around.data() + kGuard, data() + bytes_, kGuard);
+    return around == Bytes(2 * kGuard, kMark);
 }
 
 bool Tensor::untouched() const {

@@ -38,19 +38,20 @@ class Tensor {
     Bytes before_;
 };
 
-// Workspace of the backend for direct calls of kivi_attend.
+// Workspace of the backend for calls of kivi_attend. It begins with marks and has some around it; the rest is as it comes.
 class Workspace {
   public:
-    explicit Workspace(size_t bytes) : bytes_(bytes), memory_(backend().allocate(bytes)) {}
+    explicit Workspace(size_t bytes);
     ~Workspace() { backend().release(memory_); }
     Workspace(const Workspace&) = delete;
     Workspace& operator=(const Workspace&) = delete;
-    uint8_t* data() const { return static_cast<uint8_t*>(memory_); }
+    uint8_t* data() const;
     size_t size() const { return bytes_; }
+    bool marks_intact() const;  // those around it
 
   private:
     size_t bytes_;
-    void* memory_;
+    uint8_t* memory_;
 };
 
 }  // namespace kivi_test
