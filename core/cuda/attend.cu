@@ -85,9 +85,19 @@ __device__ int64_t run_end(const TensorStore& store, const Span& span, int64_t p
     return end;
 }
 
+// Threads that load something together.
+struct Team {
+    int thread, threads;
+};
+
+__device__ float decode(uint32_t code, const GroupParams& params) {
+    const float number = __uint_as_float(0x4B000000u | code) - 8388608.0f;  // 2^23: sooner done than a conversion
+    return fmaf(number, params.scale, params.min);
+}
+
+// Codes of 32 tokens of a channel: token skip becomes row 0 of `to`. Rows that are not wanted go behind the tile.
 template <int BITS>
-__device__ void decode_slab(const uint8_t* from, const GroupParams& params, int skip, int count, float* to,
-                            int stride) {
+__device__ void decode_slab(const uint8_t* from, const GroupParams& params, int skip, float* to, int stride) {
     const uint32_t* const words = reinterpret_cast<const uint32_t*>(from);
     uint32_t word[BITS + 1];
 #pragma unroll
@@ -97,18 +107,26 @@ __device__ void decode_slab(const uint8_t* from, const GroupParams& params, int 
     for (int t = 0; t < kTile; ++t) {
         const int bit = t * BITS;
         const uint32_t code = __funnelshift_r(word[bit / 32], word[bit / 32 + 1], bit % 32) & ((1u << BITS) - 1);
-        if (t >= skip && t < skip + count) to[(t - skip) * stride] = decode(static_cast<int>(code), params);
+        to[min(static_cast<unsigned>(t - skip), unsigned{kTile}) * stride] = decode(code, params);
     }
 }
 
+// Codes of eight channels of a token. Their bytes are aligned like numbers of their size.
 template <int BITS>
 __device__ void decode_eight(const uint8_t* from, const GroupParams& params, float* to) {
-    uint64_t bits = 0;
-#pragma unroll
-    for (int i = 0; i < BITS; ++i) bits |= static_cast<uint64_t>(from[i]) << (8 * i);
+    uint32_t low = 0, high = 0;
+    if constexpr (BITS == 2) {
+        low = *reinterpret_cast<const uint16_t*>(from);
+    } else if constexpr (BITS == 3) {
+        low = from[0] | from[1] << 8 | from[2] << 16;
+    } else {
+        low = *reinterpret_cast<const uint32_t*>(from);
+        if constexpr (BITS == 8) high = *reinterpret_cast<const uint32_t*>(from + 4);
+    }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        to[i] = decode(static_cast<int>(bits >> (i * BITS)) & ((1 << BITS) - 1), params);
+        const int bit = i * BITS;
+        to[i] = decode((bit < 32 ? low >> bit : high >> (bit - 32)) & ((1u << BITS) - 1), params);
     }
 }
 
@@ -119,18 +137,18 @@ __device__ GroupParams load_params(const PageOrder& order, const uint8_t* part, 
 
 // Tokens first .. first + count - 1 of a page, inside one slab.
 __device__ void decode_packed(const TensorStore& store, const uint8_t* part, int first, int count, float* to,
-                              int stride) {
+                              int stride, const Team& team) {
     const PageOrder& order = store.order;
     const int bits = order.spec.bits, dim = store.dim;
     if (order.order == Order::fragment) {
         const int skip = first % kTile, block = first - skip;
         const FragmentOrder::BlockParams at(order, block / kBlockTokens);
         with_bits(bits, [&](auto of) {
-            for (int i = threadIdx.x; i < FragmentOrder::pieces(order, kTile); i += kThreads) {
+            for (int i = team.thread; i < FragmentOrder::pieces(order, kTile); i += team.threads) {
                 FragmentOrder::read<decltype(of)::value>(order, part, block, i, [&](int t, int c, int code) {
                     const int offset = at.offset(t, c);
                     const GroupParams params = load_params(order, part, at.scales + offset, at.mins + offset);
-                    if (t >= skip && t < skip + count) to[(t - skip) * stride + c] = decode(code, params);
+                    if (t >= skip && t < skip + count) to[(t - skip) * stride + c] = decode(static_cast<uint32_t>(code), params);
                 });
             }
         });
@@ -138,44 +156,36 @@ __device__ void decode_packed(const TensorStore& store, const uint8_t* part, int
     }
     const int64_t scales = canonical_code_bytes(order.spec, dim);
     const int64_t mins = scales + group_shape(order.spec, dim).groups * param_bytes(order.spec);
+    const int scale_bytes = param_bytes(order.spec);
     if (order.spec.axis == KIVI_AXIS_CHANNEL) {
         const int skip = first % kTile;
-        for (int c = threadIdx.x; c < dim; c += kThreads) {
+        for (int c = team.thread; c < dim; c += team.threads) {
             const CanonicalPlace place = canonical_place(order.spec, dim, first - skip, c);
-            const int64_t param = place.group * param_bytes(order.spec);
+            const int64_t param = place.group * scale_bytes;
             const GroupParams params = load_params(order, part, scales + param, mins + param);
             const uint8_t* const from = part + place.stream + place.index * bits / 8;
-            switch (bits) {
-                case 2: decode_slab<2>(from, params, skip, count, to + c, stride); break;
-                case 3: decode_slab<3>(from, params, skip, count, to + c, stride); break;
-                case 4: decode_slab<4>(from, params, skip, count, to + c, stride); break;
-                default: decode_slab<8>(from, params, skip, count, to + c, stride); break;
-            }
+            with_bits(bits, [&](auto of) { decode_slab<decltype(of)::value>(from, params, skip, to + c, stride); });
         }
         return;
     }
-    const int eights = dim / 8;
-    const int group = order.spec.group == KIVI_GROUP_HEAD ? dim : order.spec.group;
-    const int groups_a_row = (dim + group - 1) / group;
-    for (int i = threadIdx.x; i < count * eights; i += kThreads) {
-        const int t = i / eights, c = i % eights * 8;
-        const int64_t param = (static_cast<int64_t>(first + t) * groups_a_row + c / group) * param_bytes(order.spec);
+    const int eights = dim / 8, last = canonical_place(order.spec, dim, 0, dim - 1).group;  // group of a row
+    const int shift = order.spec.group == KIVI_GROUP_HEAD ? 31 : 31 - __clz(order.spec.group);
+    // Neighbouring threads have neighbouring tokens: their rows begin in different banks.
+    for (int i = team.thread; i < kTile * eights; i += team.threads) {
+        const int t = i % kTile, c = i / kTile * 8;
+        if (t >= count) continue;
+        const int param = ((first + t) * (last + 1) + (c >> shift)) * scale_bytes;
         const GroupParams params = load_params(order, part, scales + param, mins + param);
-        const uint8_t* const from = part + static_cast<int64_t>(first + t) * eights * bits + c / 8 * bits;
-        float* const row = to + t * stride + c;
-        switch (bits) {
-            case 2: decode_eight<2>(from, params, row); break;
-            case 3: decode_eight<3>(from, params, row); break;
-            case 4: decode_eight<4>(from, params, row); break;
-            default: decode_eight<8>(from, params, row); break;
-        }
+        const uint8_t* const from = part + ((first + t) * eights + c / 8) * bits;
+        with_bits(bits, [&](auto of) { decode_eight<decltype(of)::value>(from, params, to + t * stride + c); });
     }
 }
 
 // Positions position .. position + count - 1 of one run, to rows of `stride` floats in shared memory.
 template <int STRIPES>
 __device__ void load_tile(const Layer& layer, const TensorStore& store, const View& fresh, const RowArg& row,
-                          const Span& span, int head, int64_t position, int count, float* to, int stride) {
+                          const Span& span, int head, int64_t position, int count, float* to, int stride,
+                          const Team& team) {
     const int64_t sink = store.windows.sink;
     const bool packed = position >= sink && position < min(tail_begin(store.windows, span, store.part), span.length);
     const int64_t slot = position - sink;
@@ -183,12 +193,12 @@ __device__ void load_tile(const Layer& layer, const TensorStore& store, const Vi
     if (packed) {
         part = store.page(layer.block(row.sequence, slot / kPageTokens), head);
         if (store.spec().bits != 16) {
-            decode_packed(store, part, static_cast<int>(slot % kPageTokens), count, to, stride);
+            decode_packed(store, part, static_cast<int>(slot % kPageTokens), count, to, stride, team);
             return;
         }
     }
 #pragma unroll 1
-    for (int t = threadIdx.x / kWarp; t < count; t += kWarps) {
+    for (int t = team.thread / kWarp; t < count; t += team.threads / kWarp) {
         WarpRow<STRIPES> x;
         const void* from;
         int32_t dtype = store.window_dtype;
@@ -213,21 +223,28 @@ __device__ void load_tile(const Layer& layer, const TensorStore& store, const Vi
     }
 }
 
-// Shared memory: queries, one tile of keys or values, weights of the tile, results of the group and of all.
+// Positions that a query sees.
+struct alignas(16) Seen {
+    int64_t first, last;
+};
+
+// Shared memory: what queries see, queries, one tile of keys and of values, weights of the tile, results of the group and of
+// all. Tiles have one row more, see decode_slab.
 struct Shared {
-    float *queries, *tile, *weights, *shrink, *group, *whole;
+    Seen* seen;
+    float *queries, *keys, *values, *weights, *shrink, *group, *whole;
 };
 
 size_t shared_floats(const Layer& layer, int queries) {
-    const int key = layer.key.dim, value = layer.value.dim, widest = key > value ? key : value;
-    return static_cast<size_t>(queries) * (key + 2 * value + kTile + 2) + static_cast<size_t>(kTile) * (widest + 1);
+    const int key = layer.key.dim, value = layer.value.dim;
+    return static_cast<size_t>(queries) * (sizeof(Seen) / sizeof(float) + key + 2 * value + kTile + 2) +
+           static_cast<size_t>(kTile + 1) * (key + value + 2);
 }
 
-// Blocks that a multiprocessor must be able to hold; 0: the compiler's choice of 3, for whose sake three kernels spill 12
-// to 100 bytes. Without spills, and with 2 blocks, they take a quarter longer (bench/results/gpu-h200-core.md).
+// Blocks that a multiprocessor must be able to hold: as many as its shared memory does.
 constexpr int resident_blocks(int queries, int stripe_count) {
-    if (queries == 4 && stripe_count == 1) return 4;
-    return stripe_count == 4 ? 2 : 0;
+    if (stripe_count == 1) return queries == 4 ? 5 : 3;
+    return stripe_count == 2 && queries < 16 ? 2 : 1;
 }
 
 // Grid: x = part + parts * tile, y = KV head, z = row. QUERIES a block; thread c owns
@@ -240,12 +257,14 @@ attend_kernel(const __grid_constant__ AttendArgs args, const __grid_constant__ S
     const Layer& layer = args.layer;
     const int key_dim = layer.key.dim, value_dim = layer.value.dim;
     Shared shared;
-    shared.queries = reinterpret_cast<float*>(memory);
+    shared.seen = reinterpret_cast<Seen*>(memory);
+    shared.queries = reinterpret_cast<float*>(shared.seen + QUERIES);
     shared.group = shared.queries + QUERIES * key_dim;
     shared.whole = shared.group + QUERIES * value_dim;
     shared.weights = shared.whole + QUERIES * value_dim;
     shared.shrink = shared.weights + QUERIES * kTile;
-    shared.tile = shared.shrink + 2 * QUERIES;
+    shared.keys = shared.shrink + 2 * QUERIES;
+    shared.values = shared.keys + (kTile + 1) * (key_dim + 1);
 
     const RowArg row = row_of(args.batch, blockIdx.z);
     const int tile = blockIdx.x / shape.parts(), part = blockIdx.x % shape.parts();
@@ -271,8 +290,10 @@ attend_kernel(const __grid_constant__ AttendArgs args, const __grid_constant__ S
     for (int q = warp; q < QUERIES; q += kWarps) {
         WarpRow<STRIPES> x;
         x.clear();
+        Seen seen{1, 0};
         if (q < queries) {
             const Query query(args, row, span, head, first_query + q);
+            seen = {query.first, query.last};
             x.load(args.q.data, args.q.dtype, query.in(args.q, row), key_dim);
             if (layer.key.rotated()) x.hadamard(key_dim);
         }
@@ -280,6 +301,7 @@ attend_kernel(const __grid_constant__ AttendArgs args, const __grid_constant__ S
 #pragma unroll
             for (int i = 0; i < kLaneChannels; ++i) shared.queries[q * key_dim + c + i] = x.x[j][i];
         });
+        if (lane() == 0) shared.seen[q] = seen;
     }
     for (int i = threadIdx.x; i < 2 * QUERIES * value_dim; i += kThreads) shared.group[i] = 0.0f;
     __syncthreads();
@@ -335,7 +357,11 @@ attend_kernel(const __grid_constant__ AttendArgs args, const __grid_constant__ S
             const int64_t end = min(chunk_end, min(run_end(layer.key, span, position, total),
                                                    run_end(layer.value, span, position, total)));
             const int count = static_cast<int>(end - position);
-            load_tile<STRIPES>(layer, layer.key, args.k, row, span, head, position, count, shared.tile, key_dim + 1);
+            // Half of the block loads keys, the other half values.
+            const bool keys = threadIdx.x < kThreads / 2;
+            load_tile<STRIPES>(layer, keys ? layer.key : layer.value, keys ? args.k : args.v, row, span, head, position,
+                               count, keys ? shared.keys : shared.values, (keys ? key_dim : value_dim) + 1,
+                               {static_cast<int>(threadIdx.x % (kThreads / 2)), kThreads / 2});
             __syncthreads();
 
             // Scores: lane t has position t, a warp its queries.
@@ -346,18 +372,20 @@ attend_kernel(const __grid_constant__ AttendArgs args, const __grid_constant__ S
                 const int t = lane();
                 float score = -infinity();
                 if (q < queries && t < count) {
-                    const Query query(args, row, span, head, first_query + q);
-                    if (position + t >= query.first && position + t <= query.last) {
-                        const float* const x = shared.tile + t * (key_dim + 1);
+                    const Seen seen = shared.seen[q];
+                    if (position + t >= seen.first && position + t <= seen.last) {
+                        const float* const x = shared.keys + t * (key_dim + 1);
                         const float4* const y = reinterpret_cast<const float4*>(shared.queries + q * key_dim);
-                        float dot = 0;
+                        float4 dots = make_float4(0, 0, 0, 0);  // sums that need not wait for each other
+#pragma unroll 4
                         for (int c = 0; c < key_dim / 4; ++c) {
                             const float4 part = y[c];
-                            dot = fmaf(part.x, x[4 * c], dot);
-                            dot = fmaf(part.y, x[4 * c + 1], dot);
-                            dot = fmaf(part.z, x[4 * c + 2], dot);
-                            dot = fmaf(part.w, x[4 * c + 3], dot);
+                            dots.x = fmaf(part.x, x[4 * c], dots.x);
+                            dots.y = fmaf(part.y, x[4 * c + 1], dots.y);
+                            dots.z = fmaf(part.z, x[4 * c + 2], dots.z);
+                            dots.w = fmaf(part.w, x[4 * c + 3], dots.w);
                         }
+                        const float dot = (dots.x + dots.y) + (dots.z + dots.w);
                         float s = dot * args.scale;
                         if (args.soft_cap > 0) s = args.soft_cap * tanhf(s / args.soft_cap);
                         // A non-finite key must not hide behind exp(-inf) or tanh(inf): [ATTEND-4].
@@ -376,17 +404,33 @@ attend_kernel(const __grid_constant__ AttendArgs args, const __grid_constant__ S
             }
             hidden = __syncthreads_or(hidden);
 
-            load_tile<STRIPES>(layer, layer.value, args.v, row, span, head, position, count, shared.tile,
-                               value_dim + 1);
-            __syncthreads();
 #pragma unroll
             for (int v = 0; v < STRIPES; ++v) {
                 const int c = threadIdx.x + v * kThreads;
                 if (c >= value_dim) break;
 #pragma unroll
                 for (int q = 0; q < QUERIES; ++q) acc[q][v] *= shared.shrink[q];
-                for (int t = 0; t < count; ++t) {
-                    const float x = shared.tile[t * (value_dim + 1) + c];
+                const float* const values = shared.values + c;
+                int t = 0;
+                if (!hidden) {
+#pragma unroll QUERIES < 16 ? 2 : 1
+                    for (; t + 4 <= count; t += 4) {
+                        float x[4];
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) x[i] = values[(t + i) * (value_dim + 1)];
+#pragma unroll
+                        for (int q = 0; q < QUERIES; ++q) {
+                            const float4 w = *reinterpret_cast<const float4*>(shared.weights + q * kTile + t);
+                            acc[q][v] = fmaf(w.x, x[0], acc[q][v]);
+                            acc[q][v] = fmaf(w.y, x[1], acc[q][v]);
+                            acc[q][v] = fmaf(w.z, x[2], acc[q][v]);
+                            acc[q][v] = fmaf(w.w, x[3], acc[q][v]);
+                        }
+                    }
+                }
+#pragma unroll 1
+                for (; t < count; ++t) {
+                    const float x = values[t * (value_dim + 1)];
 #pragma unroll
                     for (int q = 0; q < QUERIES; ++q) {
                         const float weight = shared.weights[q * kTile + t];
