@@ -17,7 +17,7 @@ namespace {
 // Compute capabilities with bulk copies and 227 KB of shared memory a block: from 9.0 to below 12.0.
 constexpr int32_t kFirstCapability = 90, kEndCapability = 120;
 constexpr int64_t kMaxTokens = 1 << 24;  // places on the line of work are 32-bit
-constexpr size_t kRoomForRuns = size_t{64} << 20;  // bytes; rows with more runs come in several launches
+constexpr size_t kRoomForRuns = size_t{128} << 20;  // bytes; rows with more runs come in several launches
 
 int value_group(const TensorStore& value) {
     return value.spec().group == KIVI_GROUP_HEAD ? value.dim : value.spec().group;
@@ -120,7 +120,7 @@ int64_t most_runs_of_a_row(const Layer& layer) {
     const auto visits = [](int64_t tokens, int of) { return (tokens + of - 1) / of; };
     const int64_t all = visits(layer.key.windows.sink, C::kWindowTokens) + visits(layer.key.tail_rows, C::kWindowTokens) +
                         visits(layer.max_tokens, C::kVisitTokens);
-    return layer.key.heads * visits(all, fast::kRunVisits);
+    return layer.key.heads * visits(all, C::kRunVisits);
 }
 template <class C>
 int32_t rows_with_runs_at_once(const Layer& layer, int32_t rows) {

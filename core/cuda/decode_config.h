@@ -78,7 +78,9 @@ struct Config {
     static constexpr int kRowVectors = DIM > 128 ? DIM / 128 : 1;  // of four channels a lane
     static_assert(kPartialFloats * 4 <= kStages * kSlotBytes, "a warp leaves its partial in its ring");
 
-    // A run in the workspace (decode_runs.cuh), with its tickets.
+    // Runs (decode_runs.cuh): visits of one, longer where its result is large beside them or visits are short; bytes in
+    // the workspace, with tickets.
+    static constexpr unsigned kRunVisits = kRows == 16 || kPlain ? 8 : 4;
     static constexpr size_t kRunBytes = kPartialFloats * sizeof(float) + 2 * kRows * sizeof(unsigned long long);
     static size_t workspace(int blocks) {
         return size_t(blocks) * (kRows * sizeof(unsigned long long) + (2 + 2 * WARPS) * kPartialFloats * sizeof(float));

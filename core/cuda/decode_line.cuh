@@ -8,8 +8,8 @@
 //   blocks   |------ block 0 ------|------ block 1 ------|------ block 2 ------| ...
 //   warps    |--|--|--|--|--|--|--|--|--|--|--| ...
 //
-// Where results must not depend on what else is on the line (DecodeArgs::invariant), places are numbers of runs of
-// kRunVisits visits instead, and warps get whole runs: decode_runs.cuh.
+// Where results must not depend on what else is on the line (DecodeArgs::invariant), places are numbers of runs of visits
+// instead, and warps get whole runs: decode_runs.cuh.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -38,8 +38,6 @@ __device__ __forceinline__ int window_begin(const DecodeArgs& p, const BatchRow&
     return row.total() - p.tokens - p.window_left;
 }
 
-constexpr unsigned kRunVisits = 4;
-
 template <class C>
 struct Extent {
     unsigned sinks, windows, visits;  // visits to the sink window; to it and the tail; to everything
@@ -49,15 +47,15 @@ struct Extent {
         windows = sinks + unsigned(l.tail + C::kWindowTokens - 1) / C::kWindowTokens;
         visits = windows + unsigned(l.packed + C::kVisitTokens - 1) / C::kVisitTokens - l.skip;
     }
-    __device__ unsigned weight() const { return runs ? (visits + kRunVisits - 1) / kRunVisits : place(visits); }
+    __device__ unsigned weight() const { return runs ? (visits + C::kRunVisits - 1) / C::kRunVisits : place(visits); }
     // Place on the line, from the segment's beginning.
     __device__ unsigned place(unsigned visit) const {
-        if (runs) return visit / kRunVisits;
+        if (runs) return visit / C::kRunVisits;
         return visit < windows ? visit * C::kWindowWeight
                                : windows * C::kWindowWeight + (visit - windows) * C::kVisitWeight;
     }
     __device__ unsigned visit_at(unsigned x) const {  // first visit whose place is >= x
-        if (runs) return x * kRunVisits;
+        if (runs) return x * C::kRunVisits;
         const unsigned w = windows * C::kWindowWeight;
         return x <= w ? (x + C::kWindowWeight - 1) / C::kWindowWeight
                       : windows + (x - w + C::kVisitWeight - 1) / C::kVisitWeight;

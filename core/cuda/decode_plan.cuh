@@ -106,7 +106,7 @@ __device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const Dec
     Visit v{nullptr, -1, 0};
     if (is) {
         v.segment = segment_of(r, head);
-        const int flags = (i == 0 || (p.invariant && i % kRunVisits == 0)) << 20 | (i == e.visits - 1) << 21;
+        const int flags = (i == 0 || (p.invariant && i % C::kRunVisits == 0)) << 20 | (i == e.visits - 1) << 21;
         // From a position on, as info_cut tells it.
         const auto cut = [&](int position, int most) {
             if (p.window_left < 0) return 0;
