@@ -44,7 +44,7 @@
 
 // The preset f16, of which groups and blocks say nothing.
 #define KIVI_DECODE_PLAIN(X, BF16)                \
-    X(BF16, 64, 16, 16, 32, 64, 8, 16, 1, 1)      \
+    X(BF16, 64, 16, 16, 32, 64, 8, 12, 1, 1)      \
     X(BF16, 64, 16, 16, 32, 64, 16, 12, 1, 1)     \
     X(BF16, 128, 16, 16, 32, 128, 4, 12, 1, 1)    \
     X(BF16, 128, 16, 16, 32, 128, 8, 12, 1, 1)    \
