@@ -10,11 +10,11 @@ namespace {
 
 bool prefills(const Layer& layer) { return layer.key.order.order == Order::fragment; }
 
-void launch(const AttendArgs& args, bool decodes, int32_t multiprocessors, Stream stream) {
+void launch(const AttendArgs& args, bool decodes, const Gpu& gpu, Stream stream) {
     if (decodes && decode_takes(args)) {
-        decode(args, multiprocessors, stream);
+        decode(args, gpu.multiprocessors, stream);
     } else if (prefills(args.layer) && prefill_takes(args)) {
-        prefill(args, multiprocessors, stream);
+        prefill(args, gpu, stream);
     } else {
         attend(args, stream);
     }
@@ -43,22 +43,22 @@ bool keep_rows(BatchArgs& batch, int32_t least, int32_t most) {
 
 }  // namespace
 
-void attend_call(const AttendArgs& args, bool decodes, int32_t multiprocessors, Stream stream) {
-    if (!args.invariant || !decodes) return launch(args, decodes, multiprocessors, stream);
+void attend_call(const AttendArgs& args, bool decodes, const Gpu& gpu, Stream stream) {
+    if (!args.invariant || !decodes) return launch(args, decodes, gpu, stream);
     // Which kernel a row takes must not depend on the rows beside it: one launch for those of a kind.
     AttendArgs part = args;
     for (int64_t least = 1, most; least <= args.batch.max_count; least = most + 1) {
         most = alike_until(args.layer, static_cast<int32_t>(least));
         part.batch = args.batch;
         if (!keep_rows(part.batch, static_cast<int32_t>(least), static_cast<int32_t>(most))) continue;
-        launch(part, decodes, multiprocessors, stream);
+        launch(part, decodes, gpu, stream);
     }
 }
 
-size_t attend_call_workspace(const Layer& layer, bool decodes, int32_t rows, int32_t max_count, int32_t multiprocessors) {
+size_t attend_call_workspace(const Layer& layer, bool decodes, int32_t rows, int32_t max_count, const Gpu& gpu) {
     size_t bytes = attend_workspace(layer, rows, max_count);
-    if (decodes) bytes = std::max(bytes, decode_workspace(layer, rows, max_count, multiprocessors));
-    if (prefills(layer)) bytes = std::max(bytes, prefill_workspace(layer, rows, max_count, multiprocessors));
+    if (decodes) bytes = std::max(bytes, decode_workspace(layer, rows, max_count, gpu.multiprocessors));
+    if (prefills(layer)) bytes = std::max(bytes, prefill_workspace(layer, rows, max_count, gpu));
     return bytes;
 }
 

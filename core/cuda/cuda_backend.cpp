@@ -151,7 +151,7 @@ class CudaBackend final : public Backend {
             throw Error(KIVI_ERROR_UNSUPPORTED, "CUDA device " + std::to_string(device_) +
                                                     ": this build has code for " + architectures() + " only");
         }
-        multiprocessors_ = attribute_of(device_, cudaDevAttrMultiProcessorCount);
+        gpu_ = {attribute_of(device_, cudaDevAttrMultiProcessorCount), capability_of(device_)};
         own_.reset(new OwnStream);
         const StateLayout at(model);
         state_ = Memory(at.bytes, "lengths and page tables");
@@ -213,7 +213,7 @@ class CudaBackend final : public Backend {
 
     size_t attend_workspace(int layer, int32_t rows, int32_t max_count) const override {
         const LayerMemory& at = layers_[layer];
-        return attend_call_workspace(at.args, at.fast, rows, max_count, multiprocessors_);
+        return attend_call_workspace(at.args, at.fast, rows, max_count, gpu_);
     }
 
     void attend(const AttendCall& call) const override {
@@ -239,7 +239,7 @@ class CudaBackend final : public Backend {
         args.workspace = static_cast<float*>(call.workspace);
         args.invariant = (call.flags & KIVI_ATTEND_INVARIANT) != 0;
         for_each_portion(call.rows, args.batch, [&] {
-            attend_call(args, layers_[call.layer].fast, multiprocessors_, stream_of(call.stream));
+            attend_call(args, layers_[call.layer].fast, gpu_, stream_of(call.stream));
             check_launch("attend");
         });
     }
@@ -573,11 +573,11 @@ class CudaBackend final : public Backend {
         }
         prepare_write(args);
         prepare_attend(args);
-        layer.fast = decode_serves(args.key, args.value, shape.q_heads / shape.kv_heads, capability_of(device_));
+        layer.fast = decode_serves(args.key, args.value, shape.q_heads / shape.kv_heads, gpu_.capability);
         if (layer.fast) prepare_decode(args.key, args.value);
         if (layer.fast && has_codes(shape)) {
             args.key.order.order = args.value.order.order = Order::fragment;
-            prepare_prefill(args.key);
+            prepare_prefill(args.key, gpu_);
             prepare_pack(args);
         }
     }
@@ -585,7 +585,7 @@ class CudaBackend final : public Backend {
     const Model model_;
     const int device_;
     Current guard_;
-    int32_t multiprocessors_ = 0;
+    Gpu gpu_;
     std::unique_ptr<OwnStream> own_;
     Memory state_, staging_;
     mutable std::mutex staging_mutex_;

@@ -100,6 +100,11 @@ __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, uint32_
         "l"(from), "r"(bytes), "r"(bar)
         : "memory");
 }
+// 16 bytes by the thread itself, and the end of all such copies of the thread.
+__device__ __forceinline__ void copy16(uint32_t to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Shared memory that threads have written and the copy engine writes next.
 __device__ __forceinline__ void hand_to_copies() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

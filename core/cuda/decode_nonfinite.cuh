@@ -25,7 +25,8 @@ __device__ __forceinline__ unsigned seen_of_block(const Visible& sees, int block
 
 // In a page parameters are not finite, of a token and value group; the damage is the group's.
 template <class C>
-__device__ __forceinline__ void set_params_apart(HeadState<C>& s, const DecodeArgs& p, uint8_t* slot, int info, int lane) {
+__device__ __forceinline__ void set_params_apart(HeadState<C>& s, const DecodeArgs& p, uint8_t* slot, int info,
+                                                 int lane) {
     constexpr int kGroupSteps = C::kSteps / C::kValueGroups;
     bool changed = false;
 #pragma unroll 1
@@ -59,7 +60,8 @@ __device__ __forceinline__ void set_params_apart(HeadState<C>& s, const DecodeAr
 
 // In a window elements are not finite.
 template <class C>
-__device__ __forceinline__ void set_elements_apart(HeadState<C>& s, const DecodeArgs& p, uint8_t* slot, int info, int lane) {
+__device__ __forceinline__ void set_elements_apart(HeadState<C>& s, const DecodeArgs& p, uint8_t* slot, int info,
+                                                   int lane) {
     constexpr int kPairsOfToken = C::kDim / 2;
     uint32_t* const values = reinterpret_cast<uint32_t*>(slot + C::kWindowHalf);
     uint32_t found = 0;
@@ -70,7 +72,8 @@ __device__ __forceinline__ void set_elements_apart(HeadState<C>& s, const Decode
 #pragma unroll
         for (int j = 0; j < C::kSteps; ++j) {
             // The thread's two channels of the output tile.
-            const uint32_t bad = nonfinite_halves<C::kBf16>(values[token * kPairsOfToken + 16 * (j / 2) + 2 * (lane / 4) + j % 2]);
+            const uint32_t* const pair = values + token * kPairsOfToken + 16 * (j / 2) + 2 * (lane / 4) + j % 2;
+            const uint32_t bad = nonfinite_halves<C::kBf16>(*pair);
 #pragma unroll
             for (int h = 0; h < C::kThreadRows; ++h) {
                 if (!Visible(p, info, query_row<C>(h, lane & 3))(token)) continue;

@@ -145,6 +145,11 @@ struct WriteArgs {
 void prepare_write(const Layer& layer);  // before the first write, on each device: loads kernels
 void write(const WriteArgs& args, Stream stream);
 
+// What of a GPU decides how work is cut: its multiprocessors and its compute capability, like 90.
+struct Gpu {
+    int32_t multiprocessors = 0, capability = 0;
+};
+
 // ---- attend.cu ----
 
 struct AttendArgs {

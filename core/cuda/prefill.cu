@@ -6,6 +6,7 @@
 
 #include "cuda/device.h"
 #include "cuda/prefill_kernel.cuh"
+#include "cuda/prefill_pages.h"
 
 namespace kivi::cuda {
 namespace {
@@ -51,15 +52,33 @@ template <class C>
 struct Cut {
     int64_t tiles, items;  // of the rows of a sequence and KV head; of all
     int64_t room, most;    // blocks beside each other on the GPU; parts that a sequence can have
-    Cut(const Layer& layer, int32_t rows, int32_t max_count, int32_t multiprocessors)
+    Cut(const Layer& layer, int32_t rows, int32_t max_count, const Gpu& gpu)
         : tiles((static_cast<int64_t>(max_count) * ratio(layer) + C::kRows - 1) / C::kRows),
           items(tiles * rows * layer.key.heads),
-          room(int64_t{multiprocessors} * C::kBlocks),
+          room(int64_t{gpu.multiprocessors} * C::kBlocks),
           most((layer.max_tokens + max_count) / (C::kTokens * kLeastPieces)) {}
     // Where blocks do not fill the GPU, they share: as many parts as fit.
     int32_t parts() const { return static_cast<int32_t>(std::max(int64_t{1}, std::min(room / items, most))); }
     // An upper bound of the blocks that share, for fewer rows too.
     int64_t sharing() const { return most > 1 ? std::min(room, items * most) : 0; }
+};
+
+// The same of the kernel of prefill_pages.cuh, which leaves results of all its blocks: so that these stay few, the
+// tiles of a long prompt are done in several launches.
+template <class C>
+struct PageCut {
+    static constexpr int kRounds = 4;  // of blocks on a multiprocessor, in a launch
+    int64_t room, most;
+    int64_t tiles, items, all;  // of a launch; items of all launches
+    PageCut(const Cut<C>& cut, const Layer& layer, int32_t rows, const Gpu& gpu)
+        : room(gpu.multiprocessors),
+          most(std::max(int64_t{1}, cut.most)),
+          tiles(std::min(cut.tiles, std::max(int64_t{1}, kRounds * room / (int64_t{rows} * layer.key.heads)))),
+          items(tiles * rows * layer.key.heads),
+          all(cut.items) {}
+    int32_t parts() const { return static_cast<int32_t>(std::min(std::max(int64_t{1}, room / items), most)); }
+    // An upper bound of the blocks of a launch, for fewer rows too.
+    int64_t blocks() const { return std::max(items, std::min(kRounds * room, all * most)); }
 };
 
 }  // namespace
@@ -77,7 +96,7 @@ bool prefill_takes(const AttendArgs& args) {
 
 int32_t prefill_few_count(const Layer& layer) { return kFewRows / ratio(layer); }
 
-void prepare_prefill(const TensorStore& key) {
+void prepare_prefill(const TensorStore& key, const Gpu& gpu) {
     for (const bool few : {false, true}) {
         with_config(key, few, [](auto config) {
             using C = decltype(config);
@@ -85,34 +104,54 @@ void prepare_prefill(const TensorStore& key) {
             prepare_kernel(prompt::add_parts_kernel<C>, 0);
         });
     }
+    if (prompt::serves_pages(key, gpu.capability)) prompt::prepare_pages(key);
 }
 
-size_t prefill_workspace(const Layer& layer, int32_t rows, int32_t max_count, int32_t multiprocessors) {
+size_t prefill_workspace(const Layer& layer, int32_t rows, int32_t max_count, const Gpu& gpu) {
     int64_t floats = 0;
     for (const bool few : {true, false}) {
         if (!few && few_rows(layer, max_count)) break;
         with_config(layer.key, few, [&](auto config) {
             using C = decltype(config);
-            const Cut<C> cut(layer, rows, max_count, multiprocessors);
-            floats = std::max(floats, prompt::Partials<C>::floats(cut.sharing()));
+            const Cut<C> cut(layer, rows, max_count, gpu);
+            int64_t blocks = cut.sharing();
+            if (C::kRows == prompt::kPageRows && prompt::serves_pages(layer.key, gpu.capability)) {
+                blocks += PageCut<C>(cut, layer, rows, gpu).blocks();
+            }
+            floats = std::max(floats, prompt::PartialsOf<C>::floats(blocks));
         });
     }
     return floats * sizeof(float);
 }
 
-void prefill(const AttendArgs& args, int32_t multiprocessors, Stream stream) {
+void prefill(const AttendArgs& args, const Gpu& gpu, Stream stream) {
     const Layer& layer = args.layer;
     with_config(layer.key, few_rows(layer, args.batch.max_count), [&](auto config) {
         using C = decltype(config);
-        const Cut<C> cut(layer, args.batch.size, args.batch.max_count, multiprocessors);
         const unsigned heads = layer.key.heads, rows = args.batch.size;
+        const Cut<C> cut(layer, args.batch.size, args.batch.max_count, gpu);
+        const int32_t tiles = static_cast<int32_t>(cut.tiles);
         // How many parts fit depends on the batch.
-        const prompt::Args p{args, static_cast<int32_t>(cut.tiles), args.invariant ? 1 : cut.parts(),
-                             prompt::PackedPiece(FragmentSizes(layer.key.spec(), layer.key.dim),
-                                                 FragmentSizes(layer.value.spec(), layer.value.dim))};
-        prompt::prefill_kernel<C><<<dim3(p.tiles * p.parts, heads, rows), C::kThreads,
-                                    sizeof(prompt::SharedStorage<C>), stream>>>(p);
-        if (p.parts == 1) return;
+        prompt::Args p{args, 0, tiles, args.invariant ? 1 : cut.parts(),
+                       prompt::PackedPiece(FragmentSizes(layer.key.spec(), layer.key.dim),
+                                           FragmentSizes(layer.value.spec(), layer.value.dim)),
+                       0, nullptr};
+        if (C::kRows == prompt::kPageRows && args.soft_cap == 0 && args.window_left < 0 &&
+            prompt::serves_pages(layer.key, gpu.capability)) {
+            const PageCut<C> pages(cut, layer, args.batch.size, gpu);
+            p.tiles = static_cast<int32_t>(pages.tiles);
+            p.page_parts = args.invariant ? 1 : pages.parts();
+            p.page_workspace = args.workspace + prompt::PartialsOf<C>::floats(p.parts > 1 ? cut.items * p.parts : 0);
+        }
+        const int32_t at_once = p.tiles;
+        for (; p.first_tile < tiles; p.first_tile += at_once) {
+            p.tiles = std::min(at_once, tiles - p.first_tile);
+            if (p.page_parts > 0) prompt::attend_pages(p, stream);
+            prompt::prefill_kernel<C><<<dim3(p.tiles * p.parts, heads, rows), C::kThreads,
+                                        sizeof(prompt::SharedStorage<C>), stream>>>(p);
+        }
+        if (p.parts == 1) return;  // more of them have room in one launch
+        p.first_tile = 0;
         constexpr int kWarps = prompt::kAddThreads / kWarp;
         const unsigned query_rows = args.batch.max_count * ratio(layer);
         prompt::add_parts_kernel<C><<<dim3((query_rows + kWarps - 1) / kWarps, heads, rows), prompt::kAddThreads, 0,

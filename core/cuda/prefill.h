@@ -12,8 +12,8 @@ bool prefill_takes(const AttendArgs& args);
 // Up to so many tokens a row, calls take the instance for few rows.
 int32_t prefill_few_count(const Layer& layer);
 
-void prepare_prefill(const TensorStore& key);
-size_t prefill_workspace(const Layer& layer, int32_t rows, int32_t max_count, int32_t multiprocessors);
-void prefill(const AttendArgs& args, int32_t multiprocessors, Stream stream);
+void prepare_prefill(const TensorStore& key, const Gpu& gpu);
+size_t prefill_workspace(const Layer& layer, int32_t rows, int32_t max_count, const Gpu& gpu);
+void prefill(const AttendArgs& args, const Gpu& gpu, Stream stream);
 
 }  // namespace kivi::cuda

@@ -9,6 +9,16 @@
 namespace kivi::cuda::prompt {
 
 constexpr int kPieceBlocks = 2;  // of a packed piece, whose first is block 0 or 2 of its page
+constexpr int kPieceTokens = kPieceBlocks * kBlockTokens;
+
+// p is formed relative to (largest score + kHeadroom), in powers of two: a later score may exceed the largest one by
+// this much before anything has to be rescaled. Not a whole number: where all scores are nearly equal, p would sit just
+// below a power of two and always be rounded the same way.
+constexpr float kHeadroom = 1.5f;
+
+// Packed elements are dequantised times 2^-down, so that min + code * scale stays finite in fp16: up to 2^17 with fp16
+// windows, up to 2^bits times the largest parameter with bf16 windows.
+constexpr int down_of(bool bf16) { return bf16 ? 4 : 2; }
 
 // A block serves ROW_WARPS * ROW_TILES * 16 query rows (query tokens x query heads of one KV head). A warp has
 // 16 * ROW_TILES of them and one of TOKEN_WARPS parts of the tokens, with a softmax of its own.
@@ -21,13 +31,10 @@ struct Config {
     static constexpr int kBlocks = BLOCKS;  // that share a multiprocessor
     static constexpr int kStages = STAGES;  // pieces on their way from memory
     static constexpr int kWarpRows = 16 * ROW_TILES, kRows = kWarpRows * ROW_WARPS;
-    static constexpr int kTokens = kPieceBlocks * kBlockTokens;                        // of a piece
+    static constexpr int kTokens = kPieceTokens;                                        // of a piece
     static constexpr int kPieceUnits = kTokens / 16, kUnits = kPieceUnits / TOKEN_WARPS;  // of all warps, of one
     static constexpr int kRowBytes = 2 * DIM;
-
-    // Packed elements are dequantised times 2^-kDown, so that min + code * scale stays finite in fp16: up to 2^17
-    // with fp16 windows, up to 2^bits times the largest parameter with bf16 windows.
-    static constexpr int kDown = BF16 ? 4 : 2;
+    static constexpr int kDown = down_of(BF16);
 };
 
 // Packed pieces in bytes: offsets that kernels would have to divide for.
@@ -61,10 +68,15 @@ struct PackedPiece {
     }
 };
 
+// What both kernels take.
 struct Args {
     AttendArgs attend;
-    int32_t tiles, parts;  // of the query rows of a sequence and KV head; blocks that share its tokens
+    int32_t first_tile, tiles;  // of the query rows of a sequence and KV head, those of this launch
+    int32_t parts;              // blocks that share a tile's tokens
     PackedPiece packed;
+    // What prefill_pages.cuh does first, 0 if nothing: blocks that share a tile, and where they leave results.
+    int32_t page_parts;
+    float* page_workspace;
 };
 
 enum class Kind { sink, page, tail, fresh };
@@ -75,38 +87,49 @@ struct Piece {
     int position, count;
 };
 
-// A sequence as pieces, in the order of positions: sink window, pages, tail, keys and values of the call.
+// Tokens of a sequence that prefill_pages.cuh has multiplied with a tile's rows before: from the beginning of the pages,
+// and of the keys and values of the call; whole pieces.
+struct Done {
+    int packed, fresh;
+};
+
+// A sequence as pieces, in the order of positions: sink window, pages, tail, keys and values of the call; without what
+// has been done.
 template <class C>
 struct Walk {
+    Done done;
     int sink, packed, tail, fresh;  // tokens
 
-    __device__ Walk(const AttendArgs& args, const RowArg& row, const Span& span) {
+    __device__ Walk(const AttendArgs& args, const RowArg& row, const Span& span, Done done) : done(done) {
         const int length = static_cast<int>(span.length), s = static_cast<int>(args.layer.key.windows.sink);
         sink = min(length, s);
-        packed = max(static_cast<int>(span.key_border) - s, 0);
-        tail = length - sink - packed;
-        fresh = args.k ? row.count : 0;
+        packed = max(static_cast<int>(span.key_border) - s, 0) - done.packed;
+        tail = length - sink - done.packed - packed;
+        fresh = args.k ? row.count - done.fresh : 0;
     }
-    __device__ int length() const { return sink + packed + tail; }
+    __device__ int length() const { return sink + done.packed + packed + tail; }
     __device__ static int pieces(int tokens) { return (tokens + C::kTokens - 1) / C::kTokens; }
 
-    // The piece that holds a position.
+    // The piece that holds a position, or the last before it.
     __device__ int number_of(int position) const {
         if (position < sink) return position / C::kTokens;
-        position -= sink;
+        position -= sink + done.packed;
+        if (position < 0) return pieces(sink) - 1;
         if (position < packed) return pieces(sink) + position / C::kTokens;
         position -= packed;
         if (position < tail) return pieces(sink) + pieces(packed) + position / C::kTokens;
-        return pieces(sink) + pieces(packed) + pieces(tail) + (position - tail) / C::kTokens;
+        position -= tail + done.fresh;
+        const int before = pieces(sink) + pieces(packed) + pieces(tail);
+        return position < 0 ? before - 1 : before + position / C::kTokens;
     }
     __device__ Piece operator[](int number) const {
         int first = 0;
         if (number < pieces(sink)) return piece(Kind::sink, first, number, sink);
-        number -= pieces(sink), first += sink;
+        number -= pieces(sink), first += sink + done.packed;
         if (number < pieces(packed)) return piece(Kind::page, first, number, packed);
         number -= pieces(packed), first += packed;
         if (number < pieces(tail)) return piece(Kind::tail, first, number, tail);
-        number -= pieces(tail), first += tail;
+        number -= pieces(tail), first += tail + done.fresh;
         return piece(Kind::fresh, first, number, fresh);
     }
 
@@ -172,7 +195,10 @@ struct SharedStorage {
     RowArg row;
     Walk<C> walk;
     Visible visible;
-    int end, rows;  // of the block's pieces; rows that exist
+    int begin, end;  // of the block's pieces
+    int rows;        // that exist
+    bool has_results;  // whether prefill_pages.cuh leaves them to this block
+    int next_block;  // of the next piece to be fetched, if that is of a page; the first thread's
 };
 
 // What warps leave at the end, in place of stage and operands.

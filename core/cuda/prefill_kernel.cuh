@@ -10,27 +10,13 @@
 // Where there are fewer blocks than the GPU has room for, several share the pieces, and a second kernel adds what they
 // leave. Lengths are read on the device.
 #pragma once
+#include "cuda/batch.cuh"
 #include "cuda/prefill_nonfinite.cuh"
+#include "cuda/prefill_partials.cuh"
 #include "cuda/prefill_products.cuh"
 #include "cuda/prefill_tiles.cuh"
 
 namespace kivi::cuda::prompt {
-
-// What blocks leave of shared rows: [batch row][head][tile][part] of kRows sums, then of kRows rows of dim.
-template <class C>
-struct Partials {
-    Sum* sums;
-    float* rows;
-    __device__ Partials(const Args& p, int batch_row, int head, int tile, int part) {
-        const int64_t items = static_cast<int64_t>(p.attend.batch.size) * p.attend.layer.key.heads * p.tiles;
-        const int64_t item = (static_cast<int64_t>(batch_row) * p.attend.layer.key.heads + head) * p.tiles + tile;
-        const int64_t slot = item * p.parts + part;
-        sums = reinterpret_cast<Sum*>(p.attend.workspace) + slot * C::kRows;
-        rows = p.attend.workspace + 2 * items * p.parts * C::kRows + slot * C::kRows * C::kDim;
-    }
-    // Floats of `blocks` blocks.
-    static constexpr int64_t floats(int64_t blocks) { return blocks * C::kRows * (C::kDim + 2); }
-};
 
 // Grid: x = part + parts * tile, y = KV head, z = batch row. Later tiles of a prompt see more: they begin first.
 template <class C>
@@ -45,23 +31,25 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) prefill_kernel(const 
     int number;  // of the piece
     {
         const int tile = p.tiles - 1 - blockIdx.x / p.parts, part = blockIdx.x % p.parts;
-        const int first_row = tile * C::kRows;
+        const int first_row = (p.first_tile + tile) * C::kRows;
         const RowArg row = row_of(args.batch, blockIdx.z);
         const int rows = min(C::kRows, row.count * ratio(layer) - first_row);
         if (rows <= 0) return;
         // The pieces that any of the rows sees, and this block's share of them.
         const Span span = layer.spans[row.sequence];
-        const Walk<C> walk(args, row, span);
+        const Walk<C> walk(args, row, span, done_before(p, row, span, first_row));
         const Query first(args, row, span, head, first_row), last(args, row, span, head, first_row + rows - 1);
-        number = walk.number_of(static_cast<int>(first.first));
+        number = max(walk.number_of(static_cast<int>(first.first)), 0);
         const int pieces = last.last < 0 ? 0 : walk.number_of(static_cast<int>(last.last)) + 1 - number;
         if (threadIdx.x == 0) {
             shared.row = row;
             shared.walk = walk;
             shared.visible = Visible(first_row, rows, ratio(layer), walk.length() - (args.k ? 0 : row.count),
                                      args.window_left);
+            shared.begin = number + pieces * part / p.parts;
             shared.end = number + pieces * (part + 1) / p.parts;
             shared.rows = rows;
+            shared.has_results = part == 0 && walk.done.packed + walk.done.fresh > 0;
             for (uint64_t& full : shared.full) fast::barrier_init(fast::shared_address(&full));
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         }
@@ -74,37 +62,54 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) prefill_kernel(const 
         return piece.kind == Kind::page ? layer.block(shared.row.sequence, slot / kPageTokens) : 0;
     };
 
-    int next_block = 0;  // of the next piece to be fetched
-    if (warp == 0) {
-        for (int i = 0; i < C::kStages && number + i < shared.end; ++i) {
-            fetch(p, shared, i, head, shared.walk[number + i], block_of(number + i));
+    const auto fetch_piece = [&](int number, int stage) {
+        if (number >= shared.end) return;
+        const Piece piece = shared.walk[number];
+        if (rarely(piece.kind == Kind::fresh)) {
+            fetch_fresh(p, shared, stage, head, piece);
+        } else if (warp == 0) {
+            fetch(p, shared, stage, head, piece, shared.next_block);
         }
-        next_block = block_of(number + C::kStages);
+    };
+    const auto find_block = [&](int number) {
+        if (threadIdx.x == 0) shared.next_block = block_of(number);
+    };
+
+    for (int i = 0; i < C::kStages; ++i) {
+        find_block(number + i);
+        fetch_piece(number + i, i);
     }
+    find_block(number + C::kStages);
+    fast::wait_for_copies();
+    __syncthreads();
     // What the queries are multiplied with, and what has been summed, is as the cache stores it or as the caller has it.
-    enum class Basis { none, stored, callers } basis = Basis::none;
+    const auto in_stored_basis = [&](int number) {
+        if (number >= shared.end || !(layer.key.rotated() || layer.value.rotated())) return false;
+        return number < shared.begin ? shared.has_results : shared.walk[number].kind != Kind::fresh;
+    };
     State<C> state;
     clear(state, shared);
+    if constexpr (C::kTokenWarps == 1) {
+        if (shared.has_results) take_results(state, shared, p, head);
+    }
 #pragma unroll 1
-    for (int turn = 0;; ++number, ++turn) {
+    for (;; ++number) {
         const bool done = number >= shared.end;
         const Piece piece = shared.walk[number];
-        const bool rotated = layer.key.rotated() || layer.value.rotated();
-        const Basis wanted = rotated && !done && piece.kind != Kind::fresh ? Basis::stored : Basis::callers;
-        if (rarely(basis != wanted)) {
-            if (basis == Basis::stored && layer.value.rotated()) rotate_back(state);
-            if (!done) load_queries<C>(args, shared, head, wanted == Basis::stored && layer.key.rotated());
-            basis = wanted;
+        const bool stored_before = in_stored_basis(number - 1), stored = in_stored_basis(number);
+        if (rarely(number == shared.begin || stored_before != stored)) {
+            if (stored_before && !stored && layer.value.rotated()) rotate_back(state);
+            if (!done) load_queries<C>(args, shared, head, stored && layer.key.rotated());
         }
         if (done) break;
-        const int stage = turn % C::kStages;
-        fast::barrier_wait(fast::shared_address(&shared.full[stage]), turn / C::kStages % 2);
+        const int turn = number - shared.begin, stage = turn % C::kStages;
+        if (piece.kind != Kind::fresh) {  // those come last
+            fast::barrier_wait(fast::shared_address(&shared.full[stage]), turn / C::kStages % 2);
+        }
         unpack(p, shared, stage, piece);
         __syncthreads();
-        if (warp == 0 && number + C::kStages < shared.end) {
-            fetch(p, shared, stage, head, shared.walk[number + C::kStages], next_block);
-            next_block = block_of(number + C::kStages + 1);
-        }
+        fetch_piece(number + C::kStages, stage);
+        find_block(number + C::kStages + 1);
         const bool partly = !shared.visible.whole(piece, C::kTokens);
         if (!C::kBf16 || piece.kind == Kind::page) {
             if (rarely(partly)) set_nonfinite_apart<C, false>(state, shared, piece);
@@ -113,6 +118,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) prefill_kernel(const 
             if (rarely(partly)) set_nonfinite_apart<C, C::kBf16>(state, shared, piece);
             multiply<C, C::kBf16>(state, shared, piece, args);
         }
+        fast::wait_for_copies();
         __syncthreads();
     }
 
@@ -121,7 +127,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) prefill_kernel(const 
     deposit(state, shared, results);
     __syncthreads();
     constexpr int kStripes = stripes(C::kDim);
-    const Partials<C> partials(p, blockIdx.z, head, shared.visible.first_row / C::kRows, blockIdx.x % p.parts);
+    const int tile = shared.visible.first_row / C::kRows - p.first_tile, part = blockIdx.x % p.parts;
+    const PartialsOf<C> partials(p, args.workspace, p.parts, blockIdx.z, head, tile, part);
     for (int r = fresh_warp(); r < shared.rows; r += C::kWarps) {
         WarpRow<kStripes> x;
         Sum sum = no_sum();
@@ -154,7 +161,8 @@ __global__ void __launch_bounds__(kAddThreads) add_parts_kernel(const __grid_con
     if (number >= row.count * ratio(args.layer)) return;
     const int tile = number / C::kRows, r = number % C::kRows;
     const auto sum_of = [&](int part) {
-        return part < p.parts ? Partials<C>(p, blockIdx.z, head, tile, part).sums[r] : no_sum();
+        if (part >= p.parts) return no_sum();
+        return PartialsOf<C>(p, args.workspace, p.parts, blockIdx.z, head, tile, part).sums[r];
     };
     float top = -infinity();
     for (int first = 0; first < p.parts; first += kWarp) top = fmaxf(top, sum_of(first + lane()).max);
@@ -168,7 +176,8 @@ __global__ void __launch_bounds__(kAddThreads) add_parts_kernel(const __grid_con
         total = fmaf(own.sum, weight, total);
 #pragma unroll 8
         for (int i = 0; i < min(kWarp, p.parts - first); ++i) {
-            const float* const from = Partials<C>(p, blockIdx.z, head, tile, first + i).rows + int64_t{r} * C::kDim;
+            const PartialsOf<C> partials(p, args.workspace, p.parts, blockIdx.z, head, tile, first + i);
+            const float* const from = partials.rows + int64_t{r} * C::kDim;
             const float of_part = __shfl_sync(kAllLanes, weight, i);
             x.for_each(C::kDim, [&](int j, int c) {
                 const float4 value = *reinterpret_cast<const float4*>(from + c);

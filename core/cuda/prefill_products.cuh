@@ -8,9 +8,9 @@
 //   output tile       step j, half e: its columns 2 column + k are channels 32 (j / 2) + 8 column + 4 k + 2 (j % 2) + e
 #pragma once
 #include "cuda/attend_results.cuh"
-#include "cuda/batch.cuh"
 #include "cuda/decode_instructions.cuh"
-#include "cuda/decode_queries.cuh"
+#include "cuda/prefill_partials.cuh"
+#include "cuda/prefill_queries.cuh"
 #include "cuda/prefill_tiles.cuh"
 
 namespace kivi::cuda::prompt {
@@ -34,54 +34,26 @@ __device__ __forceinline__ void clear(State<C>& s, SharedStorage<C>& shared) {
 
 // ---- Queries ----
 
-// By the whole block: its rows of q as operands, times 2^-exponent so that they fit fp16, whatever the rotation has
-// made of them. Rows that do not exist are zeros.
+// By the whole block: its rows of q as operands.
 template <class C>
 __device__ __forceinline__ void load_queries(const AttendArgs& args, SharedStorage<C>& shared, int head,
                                              bool rotated) {
     const RowArg row = shared.row;
-    const int first_row = shared.visible.first_row;
     const int lane = fresh_lane();
-    const int rows = row.count * ratio(args.layer);
 #pragma unroll 1
     for (int tile = fresh_warp(); tile < C::kRows / 16; tile += C::kWarps) {
 #pragma unroll 1
         for (int half = 0; half < 2; ++half) {
             const int r = 16 * tile + 8 * half + lane / 4;
-            const bool exists = first_row + r < rows;
-            const Query query(args, row, Span{}, head, exists ? first_row + r : 0);
-            const uint4* const from = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(args.q.data) +
-                                                                     query.in(args.q, row)) + lane % 4;
-            float x[C::kPairs][8];
-#pragma unroll
-            for (int i = 0; i < C::kPairs; ++i) {
-                const uint4 v = exists ? from[4 * i] : make_uint4(0, 0, 0, 0);
-                const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    const float2 pair = fast::from_pair<C::kBf16>(w[k]);
-                    x[i][2 * k] = pair.x, x[i][2 * k + 1] = pair.y;
-                }
-            }
-            if (rotated) fast::rotate<C>(x, lane);
-            float largest = 0;
-#pragma unroll
-            for (int i = 0; i < C::kPairs; ++i) {
-#pragma unroll
-                for (int k = 0; k < 8; ++k) largest = fmaxf(largest, fabsf(x[i][k]));
-            }
-            largest = fmaxf(largest, __shfl_xor_sync(fast::kAll, largest, 1));
-            largest = fmaxf(largest, __shfl_xor_sync(fast::kAll, largest, 2));
-            const int exponent = min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 126, -90), 90);
-            const float down = __uint_as_float(static_cast<unsigned>(127 - exponent) << 23);
-            if (lane % 4 == 0) shared.unit[r] = __uint_as_float(static_cast<unsigned>(127 + exponent) << 23);
+            const QueryRow<C> query(args, row, head, shared.visible.first_row + r, row.count * ratio(args.layer), rotated,
+                                    lane);
+            if (lane % 4 == 0) shared.unit[r] = query.unit;
             Operand* const to = shared.queries[tile / C::kRowTiles][tile % C::kRowTiles];
 #pragma unroll
             for (int i = 0; i < C::kPairs; ++i) {
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {  // step 2 i + k % 2, half k / 2 of the depth
-                    to[2 * i + k % 2][lane][half + k / 2 * 2] =
-                        fast::to_pair(x[i][2 * k] * down, x[i][2 * k + 1] * down);
+                    to[2 * i + k % 2][lane][half + k / 2 * 2] = query.pair[i][k];
                 }
             }
         }
@@ -113,11 +85,6 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint4& a, uint32_t b0, 
 }
 
 // ---- Softmax ----
-
-// p is formed relative to (largest score + kHeadroom), in powers of two: a later score may exceed the largest one by
-// this much before anything has to be rescaled. Not a whole number: where all scores are nearly equal, p would sit just
-// below a power of two and always be rounded the same way.
-constexpr float kHeadroom = 1.5f;
 
 // Makes sure that no score exceeds the reference exponents, that is, that all relative scores are <= 0; if not, moves
 // the references and rescales what has been summed.
@@ -333,6 +300,44 @@ __device__ __forceinline__ void for_rows(State<C>& s, const Visit& visit) {
                 for (int k = 0; k < 8; ++k) x[i][k] = s.out[r][2 * (2 * i + k % 4 / 2) + k % 2][2 * h + k / 4];
             }
             visit(r, h, x);
+        }
+    }
+}
+
+// What prefill_pages.cuh has left of the warp's rows, as if it had been summed here.
+template <class C>
+__device__ __forceinline__ void take_results(State<C>& s, SharedStorage<C>& shared, const Args& p, int head) {
+    const int lane = fresh_lane(), tile = shared.visible.first_row / C::kRows - p.first_tile;
+    constexpr float kDown = 1.0f / (1 << C::kDown);
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = fresh_warp() % C::kRowWarps * C::kWarpRows + 16 * r + 8 * h + lane / 4;
+            Sum sum = no_sum();
+#pragma unroll 1
+            for (int part = 0; part < p.page_parts; ++part) {
+                const PartialsOf<C> from(p, p.page_workspace, p.page_parts, blockIdx.z, head, tile, part);
+                const Sum own = from.sums[row];
+                if (empty(own)) continue;
+                const Joint joint = join(sum, own);
+                sum = joint.sum;
+#pragma unroll
+                for (int i = 0; i < C::kPairs; ++i) {
+                    const float4* const at =
+                        reinterpret_cast<const float4*>(from.rows + int64_t{row} * C::kDim + 32 * i + lane % 4 * 8);
+                    const float4 low = at[0], high = at[1];
+                    const float x[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+                    for (int k = 0; k < 8; ++k) {
+                        float& to = s.out[r][2 * (2 * i + k % 4 / 2) + k % 2][2 * h + k / 4];
+                        to = add(joint.of_first, joint.of_second, to, x[k] * kDown);
+                    }
+                }
+            }
+            if (empty(sum)) continue;
+            s.unset &= ~(1u << (2 * r + h));
+            shared.softmax[threadIdx.x][r][h] = {sum.max, lane % 4 == 0 ? sum.sum : 0.0f};
         }
     }
 }

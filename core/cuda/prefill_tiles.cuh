@@ -6,7 +6,8 @@
 
 namespace kivi::cuda::prompt {
 
-// What follows from the thread's number is computed again for each piece: kept ready, it would cost the products their registers.
+// What follows from the thread's number is computed again for each piece: kept ready, it would cost the products their
+// registers.
 __device__ __forceinline__ int fresh_thread() {
     int thread = threadIdx.x;
     asm volatile("" : "+r"(thread));
@@ -20,7 +21,32 @@ __device__ __forceinline__ bool rarely(bool condition) { return __builtin_expect
 
 // ---- To the stage ----
 
-// By one whole warp. `block` is the page's, of a packed piece.
+// By the whole block: keys and values of the call. Rows are far apart, and copies of single rows are slow in bulk. Each
+// thread waits for its own, not for the stage's barrier.
+template <class C>
+__device__ __forceinline__ void fetch_fresh(const Args& p, SharedStorage<C>& shared, int stage, int head,
+                                            const Piece& piece) {
+    constexpr int kVectors = C::kRowBytes / 16;
+    static_assert(C::kThreads % kVectors == 0);
+    const RowArg& row = shared.row;
+    const int thread = fresh_thread(), vector = thread % kVectors;
+#pragma unroll 1
+    for (int part = 0; part < 2; ++part) {
+        const View& view = part == 0 ? p.attend.k : p.attend.v;
+        const int first = piece.position - shared.walk.length() + thread / kVectors;
+        const uint16_t* from = static_cast<const uint16_t*>(view.data) + view.origin(row.index, row.offset) +
+                               first * view.token_stride + head * view.head_stride + vector * 8;
+        const uint8_t* to = shared.stage[stage][part] + thread * 16;
+#pragma unroll 1
+        for (int t = thread / kVectors; t < piece.count; t += C::kThreads / kVectors) {
+            fast::copy16(fast::shared_address(to), from);
+            from += C::kThreads / kVectors * view.token_stride;
+            to += C::kThreads * 16;
+        }
+    }
+}
+
+// By one whole warp: all other pieces. `block` is the page's, of a packed one.
 template <class C>
 __device__ __forceinline__ void fetch(const Args& p, SharedStorage<C>& shared, int stage, int head,
                                       const Piece& piece, int block) {
@@ -32,21 +58,6 @@ __device__ __forceinline__ void fetch(const Args& p, SharedStorage<C>& shared, i
     const TensorStore& key = p.attend.layer.key;
     const TensorStore& value = p.attend.layer.value;
     const uint32_t row_bytes = piece.count * C::kRowBytes;
-    if (rarely(piece.kind == Kind::fresh)) {
-        if (lane == 0) fast::barrier_expect(bar, 2 * row_bytes);
-        __syncwarp();
-        for (int t = lane; t < piece.count; t += 32) {
-            for (int part = 0; part < 2; ++part) {
-                const View& view = part == 0 ? p.attend.k : p.attend.v;
-                const int64_t at = view.origin(row.index, row.offset) +
-                                   (piece.position - shared.walk.length() + t) * view.token_stride +
-                                   head * view.head_stride;
-                fast::bulk_copy(to[part] + t * C::kRowBytes, static_cast<const uint16_t*>(view.data) + at,
-                                C::kRowBytes, bar);
-            }
-        }
-        return;
-    }
     if (lane != 0) return;
     if (rarely(piece.kind != Kind::page)) {
         // The ring may go on at its beginning.

@@ -233,6 +233,11 @@ TEST_CASE("long contexts, which several blocks share") {
     }
 }
 
+TEST_CASE("long prompts of a batch, which take several launches") {
+    Pair pair(kInstances[3], {8, 16, 64, 40, 64, 1200, true, true}, {100, 1200, 300, 0, 600, 500});
+    pair.compare({800, 30, 790, 300, 1, 700}, {1, 0, 0, -1, true});
+}
+
 TEST_CASE("a captured chunk of a prompt replays while lengths advance, in a workspace that others write to") {
     for (const bool fresh : {false, true}) {
         const Instance& instance = kInstances[3];
@@ -378,7 +383,7 @@ void check_damage(const Damage& d) {
 
 void check_damage(const Instance& instance, int32_t dtype, float bad) {
     for (const bool of_keys : {false, true}) {
-        for (const int count : {1, 2, 4, 40}) {  // one to four: rows of the decode kernel's tile
+        for (const int count : {1, 2, 4, 40, 150}) {  // one to four: rows of the decode kernel's tile
             for (const bool fresh : {false, true}) {
                 for (const uint64_t flags : {uint64_t{0}, uint64_t{KIVI_ATTEND_INVARIANT}}) {
                     // In the sink window, a page, the tail, among the queries' own tokens.
