@@ -187,7 +187,7 @@ class CudaBackend final : public Backend {
         args.k = k;
         args.v = v;
         for_each_portion(rows, args.batch, [&] {
-            write(args, stream_of(stream));
+            write(args, gpu_.multiprocessors, stream_of(stream));
             check_launch("append");
         });
     }
@@ -206,7 +206,7 @@ class CudaBackend final : public Backend {
             rows.on_device = &uncounted;
         }
         for_each_portion(rows, args.batch, [&] {
-            write(args, stream_of(stream));
+            write(args, gpu_.multiprocessors, stream_of(stream));
             check_launch("flush");
         });
     }

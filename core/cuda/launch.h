@@ -143,7 +143,7 @@ struct WriteArgs {
     BatchArgs batch;
 };
 void prepare_write(const Layer& layer);  // before the first write, on each device: loads kernels
-void write(const WriteArgs& args, Stream stream);
+void write(const WriteArgs& args, int32_t multiprocessors, Stream stream);
 
 // What of a GPU decides how work is cut: its multiprocessors and its compute capability, like 90.
 struct Gpu {

@@ -1,14 +1,17 @@
-// Codes without a division and without a branch, and their places in the words of the fragment order.
+// How codes are made, without a division and without a branch, and their places in the words of the fragment order.
 //
-// A code is the nearest integer, ties to even, of the fp32 quotient (y - min) / scale. Scales are f16, so a tie
-// (k + 1/2) * scale has at most 15 significant bits and is an fp32 number. A difference y - min that is not equal to it
-// is an fp32 number beside it, at least 2^-24 of itself away: its quotient stays on its side of the tie when rounded to
-// fp32, and so does anything nearer to the quotient than that. The reciprocal as a sum of two fp32 numbers gives it
-// within 2^-46, and a tie exactly.
+// By ratio (any row type and bits). A code is the nearest integer, ties to even, of the fp32 quotient
+// (y - min) / scale. Scales are f16, so a tie (k + 1/2) * scale has at most 15 significant bits and is an fp32 number. A
+// difference y - min that is not equal to it is an fp32 number beside it, at least 2^-24 of itself away: its quotient
+// stays on its side of the tie when rounded to fp32, and so does anything nearer to the quotient than that. The
+// reciprocal as a sum of two fp32 numbers gives it within 2^-46, and a tie exactly.
+//
+// By steps (two bits of f16). Codes grow with y, so the least f16 of each code decides: a pair of rows' numbers takes
+// three comparisons and three additions, and is never converted.
 #pragma once
-#include "cuda/fragment_order.h"
-#include "cuda/pack_math.cuh"
-#include "cuda/warp_row.cuh"
+#include <type_traits>
+
+#include "cuda/pack_tile.cuh"
 
 namespace kivi::cuda {
 
@@ -35,28 +38,42 @@ __device__ __forceinline__ Coding coding_of(const GroupParams& params) {
     return coding;
 }
 
+// Differences that no f16 has may be so large that products with them overflow. Clamped, they keep their codes.
+__device__ __forceinline__ float near_distance(float distance) {
+    constexpr float kFar = 1152921504606846976.0f;  // 2^60
+    return fminf(fmaxf(distance, -kFar), kFar);
+}
+
 // The code of y in the lowest bits of kCodeOne. A number from 0 to 1 in units of 2^-BITS plus 2^(23 - BITS) is rounded
 // to such units. NaN (of damaged groups) gives 0.
 template <int BITS>
-constexpr uint32_t kCodeOne = static_cast<uint32_t>(127 + 23 - BITS) << 23;
+constexpr float kCodeUnit = power_of_two(23 - BITS);
 template <int BITS>
-__device__ __forceinline__ uint32_t code_of_distance(float distance, float high, float low) {
+constexpr uint32_t kCodeOne = static_cast<uint32_t>(127 + 23 - BITS) << 23;  // its bits
+template <int BITS>
+__device__ __forceinline__ float code_of_distance(float distance, float high, float low) {
     const float steps = fma_clamped(distance, high, distance * low);
-    return __float_as_uint(fminf(steps, 1.0f - power_of_two(-BITS)) + power_of_two(23 - BITS));
-}
-template <int BITS>
-__device__ __forceinline__ uint32_t code_of(float y, float min, float high, float low) {
-    return code_of_distance<BITS>(y - min, high, low);
+    return fminf(steps, 1.0f - power_of_two(-BITS)) + kCodeUnit<BITS>;
 }
 
-// The vectors of a lane for one block of 32 tokens (fragment_order.h), made by addition.
+// Vectors that a lane makes together (fragment_order.h): one, or the three that share spare bits. A block of 32 tokens
+// is made in turns, in the order of its operands; a step is one operand, and two are a run of 32 channels.
 template <int BITS, int DIM>
-struct LaneVectors {
-    static constexpr int kVectors = 4 * DIM * BITS / kVectorBytes;
+struct Turn {
+    static constexpr int kVectors = BITS == 3 ? 3 : 1, kBytes = kVectors * kVectorBytes;
+    static constexpr int kOperands = kVectors * fields_of(BITS) + (BITS == 3 ? 1 : 0), kRuns = kOperands / 2;
+    static constexpr int kSteps = DIM / 16, kTurns = 2 * kSteps / kOperands;
+    // Run r of a turn is in unit first_unit + unit(r), and begins with channel 32 * (first_run + run(r)). The former
+    // depend on the turn alone, and the latter are constants in unrolled loops.
+    static __device__ __forceinline__ int first_unit(int turn) { return turn * kRuns / (kSteps / 2); }
+    static __device__ __forceinline__ int first_run(int turn) { return turn * kRuns % (kSteps / 2); }
+    static __device__ __forceinline__ constexpr int unit(int r) { return r / (kSteps / 2); }
+    static __device__ __forceinline__ constexpr int run(int r) { return r % (kSteps / 2); }
+
     uint32_t word[kVectors][4];
 
     // Codes come with `above` added to them, which is taken away again for every field.
-    __device__ __forceinline__ explicit LaneVectors(uint32_t above) {
+    __device__ __forceinline__ explicit Turn(uint32_t above) {
         uint32_t ones = 0;
 #pragma unroll
         for (int field = 0; field < fields_of(BITS); ++field) {
@@ -67,7 +84,7 @@ struct LaneVectors {
         for (int v = 0; v < kVectors; ++v) word[v][0] = word[v][1] = word[v][2] = word[v][3] = 0u - ones;
     }
 
-    // `number`, `at` and `half` are constants: operand, register and half word.
+    // Adds a code of operand `number` of the turn. `number`, `at` and `half` are constants: register and half word.
     __device__ __forceinline__ void add(int number, int at, int half, uint32_t code) {
         if (is_spare(BITS, number)) {
 #pragma unroll
@@ -77,32 +94,205 @@ struct LaneVectors {
         }
     }
 
-    // Of key i of a lane, channel 32 * run + 8 * column + c (pack_rows.cuh).
-    __device__ __forceinline__ void add_key(int i, int c, int run, uint32_t code) {
-        add((i & 1) * (DIM / 16) + 2 * run + c / 2 % 2, (i >> 1) + 2 * (c / 4), c % 2, code);
-    }
-
-    __device__ __forceinline__ void store(uint8_t* to, int lane) const {
+    // Halves of words 2 w and 2 w + 1 were even and odd channels of an even and of an odd token; now the other way round.
+    __device__ __forceinline__ void transpose() {
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-            reinterpret_cast<uint4*>(to + v * kVectorBytes)[lane] =
+#pragma unroll
+            for (int w = 0; w < 4; w += 2) {
+                const uint32_t even = word[v][w], odd = word[v][w + 1];
+                word[v][w] = __byte_perm(even, odd, 0x5410), word[v][w + 1] = __byte_perm(even, odd, 0x7632);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store(uint8_t* block, int turn, int lane) const {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            reinterpret_cast<uint4*>(block + turn * kBytes + v * kVectorBytes)[lane] =
                 make_uint4(word[v][0], word[v][1], word[v][2], word[v][3]);
         }
     }
 };
 
-// Reduces x[0 .. N-1] over the eight lanes that differ in lane / 4, and leaves lane 4 * row + column in x[0 ..] the
-// elements row * N / 8 + 0 .. N/8 - 1; where N is 4, element row / 2. COUNT is N at first.
-template <int COUNT, int STEP = 16, int N, class Op>
-__device__ __forceinline__ void reduce_to_shares(uint32_t (&x)[N], int lane, const Op& op) {
-    constexpr int kKept = COUNT > 1 ? COUNT / 2 : 1;
-    const bool upper = (lane & STEP) != 0;
+// A coder has
+//   Group            what it needs to know of a group, from its parameters
+//   Pair             of the two groups of a pair of numbers
+//   Keys, Values     groups of a warp's rows in shared memory
+//   Codes            of a turn: add(operand, register, pair, groups), and finish
+
+// Place of token 8 * eight + t: those that are eight apart stand in different banks. XOR with a step changes t by it.
+__device__ __forceinline__ int value_place(int eight, int t) { return 9 * eight ^ t; }
+
+// ---- By ratio ----
+
+template <class P, int BITS>
+struct RatioCoder {
+    using Group = Coding;
+    struct Pair {
+        Coding low, high;
+    };
+    static __device__ __forceinline__ Group group_of(const GroupParams& params) { return coding_of<BITS>(params); }
+
+    template <int DIM>
+    struct Keys {
+        float min[DIM], high[DIM], low[DIM];
+
+        __device__ __forceinline__ void set(int channel, const Group& a, const Group& b) {
+            *reinterpret_cast<float2*>(min + channel) = make_float2(a.min, b.min);
+            *reinterpret_cast<float2*>(high + channel) = make_float2(a.high, b.high);
+            *reinterpret_cast<float2*>(low + channel) = make_float2(a.low, b.low);
+        }
+        // Of eight channels.
+        __device__ __forceinline__ void get(int channel, Pair (&pairs)[4]) const {
 #pragma unroll
-    for (int i = 0; i < kKept; ++i) {
-        const uint32_t a = x[i], b = x[i + COUNT - kKept];
-        x[i] = op(upper ? b : a, __shfl_xor_sync(kAllLanes, upper ? a : b, STEP));
+            for (int i = 0; i < 4; i += 2) {
+                const float4 m = *reinterpret_cast<const float4*>(min + channel + 2 * i);
+                const float4 h = *reinterpret_cast<const float4*>(high + channel + 2 * i);
+                const float4 l = *reinterpret_cast<const float4*>(low + channel + 2 * i);
+                pairs[i] = {{m.x, h.x, l.x}, {m.y, h.y, l.y}}, pairs[i + 1] = {{m.z, h.z, l.z}, {m.w, h.w, l.w}};
+            }
+        }
+    };
+
+    template <int GROUPS>
+    struct Values {
+        float4 groups[GROUPS][kBlockTokens];
+
+        __device__ __forceinline__ void set(int group, int token, const Group& x) {
+            groups[group][value_place(token / 8, token % 8)] = make_float4(x.min, x.high, x.low, 0.0f);
+        }
+        __device__ __forceinline__ Pair get(int group, int place) const {
+            const float4 x = groups[group][place];
+            return {{x.x, x.y, x.z}, {x.x, x.y, x.z}};
+        }
+    };
+
+    template <int DIM>
+    struct Codes {
+        Turn<BITS, DIM> words{kCodeOne<BITS>};
+        __device__ __forceinline__ void add(int number, int at, uint32_t pair, const Pair& groups) {
+            words.add(number, at, 0, code_of(P::low(pair), groups.low));
+            words.add(number, at, 1, code_of(P::high(pair), groups.high));
+        }
+        __device__ __forceinline__ Turn<BITS, DIM>& finish() { return words; }
+    };
+
+  private:
+    static __device__ __forceinline__ uint32_t code_of(float y, const Coding& coding) {
+        const float distance = y - coding.min;
+        return __float_as_uint(
+            code_of_distance<BITS>(P::kType == KIVI_F16 ? distance : near_distance(distance), coding.high, coding.low));
     }
-    if constexpr (STEP > 4) reduce_to_shares<kKept, STEP / 2>(x, lane, op);
-}
+};
+
+// ---- By steps ----
+
+struct StepCoder {
+    // The least f16 of codes 1, 2 and 3; NaN where every code is 0. In both half words of Pair if of values.
+    struct Group {
+        uint32_t step[3];
+    };
+    using Pair = Group;
+
+    // y is coded k or more if fl(y - min) exceeds the tie (k - 1/2) * scale, or equals it and k is even: in exact numbers,
+    // if y - min is beyond half of the way to the fp32 number before or after the tie. That is rounded upwards to
+    // the f16 that decides. Differences below 1 are exact, and so are others unless y or min is tiny beside the tie:
+    // then tie + min decides, which two roundings in one direction round as one.
+    static __device__ __forceinline__ Group group_of(const GroupParams& params) {
+        const float scale = params.scale > 0.0f ? params.scale : float_of(kNanF32), min = params.min;
+        const float first = __fmaf_rd(scale, 0.5f, min), second = __fmaf_ru(scale, 1.5f, min);
+        const float third = __fmaf_rd(scale, 2.5f, min);
+        const float tiny = scale * 0.00031f, least = fminf(fminf(fabsf(first), fabsf(second)), fabsf(third));  // 2.5 * 2^-13
+        if ((least < tiny || (fabsf(min) < tiny && min != 0.0f)) && scale >= 0.25f) return exact(scale, min);
+        return {{ceil_f16(above(first)), ceil_f16(second), ceil_f16(above(third))}};
+    }
+
+    template <int DIM>
+    struct Keys {
+        uint16_t step[3][DIM];
+
+        __device__ __forceinline__ void set(int channel, const Group& a, const Group& b) {
+#pragma unroll
+            for (int k = 0; k < 3; ++k) {
+                *reinterpret_cast<uint32_t*>(step[k] + channel) = __byte_perm(a.step[k], b.step[k], 0x5410);
+            }
+        }
+        __device__ __forceinline__ void get(int channel, Pair (&pairs)[4]) const {
+#pragma unroll
+            for (int k = 0; k < 3; ++k) {
+                const uint4 x = *reinterpret_cast<const uint4*>(step[k] + channel);
+                pairs[0].step[k] = x.x, pairs[1].step[k] = x.y, pairs[2].step[k] = x.z, pairs[3].step[k] = x.w;
+            }
+        }
+    };
+
+    template <int GROUPS>
+    struct Values {
+        uint4 groups[GROUPS][kBlockTokens];
+
+        __device__ __forceinline__ void set(int group, int token, const Group& x) {
+            groups[group][value_place(token / 8, token % 8)] =
+                make_uint4(twice(x.step[0]), twice(x.step[1]), twice(x.step[2]), 0);
+        }
+        __device__ __forceinline__ Pair get(int group, int place) const {
+            const uint4 x = groups[group][place];
+            return {{x.x, x.y, x.z}};
+        }
+
+      private:
+        static __device__ __forceinline__ uint32_t twice(uint32_t x) { return __byte_perm(x, x, 0x1010); }
+    };
+
+    // Sums of codes times powers of four are f16 numbers, 1024 and more, whose lowest eight bits are four codes.
+    template <int DIM>
+    struct Codes {
+        uint32_t sum[2][4];
+        Turn<2, DIM> words{0};
+
+        __device__ __forceinline__ Codes() {
+#pragma unroll
+            for (int at = 0; at < 4; ++at) sum[0][at] = sum[1][at] = 0x64006400u;
+        }
+        __device__ __forceinline__ void add(int number, int at, uint32_t pair, const Pair& groups) {
+            const uint32_t weight = (0x3C00u + (number % 4 << 11)) * 0x10001u;  // 4^(number % 4)
+#pragma unroll
+            for (int k = 0; k < 3; ++k) {
+                uint32_t reached;  // 1 or 0 each
+                uint32_t& to = sum[number / 4][at];
+                asm("set.ge.f16x2.f16x2 %0, %1, %2;" : "=r"(reached) : "r"(pair), "r"(groups.step[k]));
+                asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(to) : "r"(reached), "r"(weight));
+            }
+        }
+        __device__ __forceinline__ Turn<2, DIM>& finish() {
+#pragma unroll
+            for (int at = 0; at < 4; ++at) words.word[0][at] = __byte_perm(sum[0][at], sum[1][at], 0x6240);
+            return words;
+        }
+    };
+
+  private:
+    static __device__ __forceinline__ float above(float x) { return __fadd_ru(x, __uint_as_float(1)); }  // the next
+    static __device__ __forceinline__ uint32_t ceil_f16(float x) {
+        uint16_t r;
+        asm("cvt.rp.f16.f32 %0, %1;" : "=h"(r) : "f"(x));
+        return r;
+    }
+    static __device__ __noinline__ Group exact(float scale, float min) {
+        Group group;
+#pragma unroll
+        for (int k = 0; k < 3; ++k) {
+            const float tie = scale * (k + 0.5f), beside = __uint_as_float(__float_as_uint(tie) + (k == 1 ? -1 : 1));
+            const double from = 0.5 * (static_cast<double>(tie) + beside) + min;
+            uint16_t step;
+            asm("cvt.rp.f16.f64 %0, %1;" : "=h"(step) : "d"(k == 1 ? from : from + power_of_two(-30)));
+            group.step[k] = step;
+        }
+        return group;
+    }
+};
+
+template <class P, int BITS>
+using CoderOf = std::conditional_t<BITS == 2 && P::kType == KIVI_F16, StepCoder, RatioCoder<P, BITS>>;
 
 }  // namespace kivi::cuda

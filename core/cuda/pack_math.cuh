@@ -1,4 +1,4 @@
-// Arithmetic of the packers. Pairs are two f16 in a word, the lower half first.
+// Arithmetic of the packers on pairs: two f16, or two bf16, in a word, the lower half first.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -8,37 +8,87 @@
 
 namespace kivi::cuda {
 
-// NaN where either is.
-__device__ __forceinline__ uint32_t min_pair(uint32_t a, uint32_t b) {
-    uint32_t r;
-    asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
-__device__ __forceinline__ uint32_t max_pair(uint32_t a, uint32_t b) {
-    uint32_t r;
-    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
-__device__ __forceinline__ uint32_t pair_of(float low, float high) {
-    uint32_t r;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
+template <bool BF16>
+struct Pairs;
+
+template <>
+struct Pairs<false> {
+    static constexpr int32_t kType = KIVI_F16;
+    static constexpr uint32_t kInfinity = 0x7C00u, kLargest = 0x7BFFu;
+    static __device__ __forceinline__ float low(uint32_t x) { return f16_to_f32(static_cast<uint16_t>(x)); }
+    static __device__ __forceinline__ float high(uint32_t x) { return f16_to_f32(static_cast<uint16_t>(x >> 16)); }
+    // NaN where either is.
+    static __device__ __forceinline__ uint32_t least(uint32_t a, uint32_t b) {
+        uint32_t r;
+        asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+        return r;
+    }
+    static __device__ __forceinline__ uint32_t most(uint32_t a, uint32_t b) {
+        uint32_t r;
+        asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+        return r;
+    }
+    static __device__ __forceinline__ uint32_t magnitudes(uint32_t x) {
+        uint32_t r;
+        asm("abs.f16x2 %0, %1;" : "=r"(r) : "r"(x));
+        return r;
+    }
+    static __device__ __forceinline__ uint32_t without_minus_zero(uint32_t x) {
+        uint32_t r;
+        asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(0));
+        return r;
+    }
+    static __device__ __forceinline__ uint32_t of(float low, float high) {
+        uint32_t r;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+        return r;
+    }
+};
+
+template <>
+struct Pairs<true> {
+    static constexpr int32_t kType = KIVI_BF16;
+    static constexpr uint32_t kInfinity = 0x7F80u, kLargest = 0x7F7Fu;
+    static __device__ __forceinline__ float low(uint32_t x) { return __uint_as_float(x << 16); }
+    static __device__ __forceinline__ float high(uint32_t x) { return __uint_as_float(x & 0xFFFF0000u); }
+    static __device__ __forceinline__ uint32_t least(uint32_t a, uint32_t b) {
+        uint32_t r;
+        asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+        return r;
+    }
+    static __device__ __forceinline__ uint32_t most(uint32_t a, uint32_t b) {
+        uint32_t r;
+        asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+        return r;
+    }
+    static __device__ __forceinline__ uint32_t magnitudes(uint32_t x) {
+        uint32_t r;
+        asm("abs.bf16x2 %0, %1;" : "=r"(r) : "r"(x));
+        return r;
+    }
+    static __device__ __forceinline__ uint32_t of(float low, float high) {
+        uint32_t r;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+        return r;
+    }
+};
+
 // a * b + c, rounded once, and clamped to 0 .. 1; NaN becomes 0.
 __device__ __forceinline__ float fma_clamped(float a, float b, float c) {
     float r;
     asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
     return r;
 }
-// Rows of the caller are read once.
-__device__ __forceinline__ uint4 load_once(const uint4* from) { return __ldcs(from); }
-__device__ __forceinline__ uint2 load_once(const uint2* from) { return __ldcs(from); }
 
-// 16 bytes from global to shared memory behind the thread's back, and the wait for all of them.
+// 16 bytes from global to shared memory behind the thread's back. Copies are waited for by groups, in order.
 __device__ __forceinline__ void copy_async(void* to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from)
                  : "memory");
 }
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
 
 }  // namespace kivi::cuda

@@ -1,176 +1,119 @@
-// Nearest rounding of 32 tokens of a head by one warp, straight from the caller's f16 rows into the fragment order.
-// Extremes go over lanes by shuffles; parameters come back through shared memory.
+// Nearest rounding of a tile by one warp, into the fragment order. Extremes are found where they need few steps between
+// lanes; parameters go to the lanes that make the codes through shared memory.
+//
+//   lane = 4 * row + column
+//   keys     tokens   8 * (row / 2) + row % 2 + {0, 2, 4, 6}     channels  32 run + 8 * column + 0..7
+//   values   tokens   8 * column + 0..7                          channels  32 run + 4 * row + 0..3
 #pragma once
-#include "cuda/pack_rows.cuh"
+#include "cuda/pack_codes.cuh"
 
 namespace kivi::cuda {
 
-// Of a block of four warps.
-template <int DIM>
-struct PackShared {
-    // Of channels (keys), or of tokens by group (values).
-    struct Codings {
-        float min[DIM], high[DIM], low[DIM];
-        __device__ void set(int i, const Coding& coding) { min[i] = coding.min, high[i] = coding.high, low[i] = coding.low; }
-    };
-    Codings codings[kPackWarps];
-    KeyExtremes<DIM> extremes;
-};
-// Four of them.
-struct CodingQuad {
-    float min[4], high[4], low[4];
-    template <class Codings>
-    __device__ __forceinline__ CodingQuad(const Codings& from, int i) {
-        *reinterpret_cast<float4*>(min) = *reinterpret_cast<const float4*>(from.min + i);
-        *reinterpret_cast<float4*>(high) = *reinterpret_cast<const float4*>(from.high + i);
-        *reinterpret_cast<float4*>(low) = *reinterpret_cast<const float4*>(from.low + i);
-    }
-};
-
-// Both functions return how many rows have left the range of f16, in every lane. `active`: whether the warp's tokens are to be packed.
-template <int BITS, int DIM>
-__device__ __forceinline__ int pack_keys(PackShared<DIM>& shared, const kivi_spec& spec, PackSource source, bool active,
-                                      uint8_t* part) {
-    constexpr int kPairs = kKeyPairs<DIM>;
-    const int warp = threadIdx.x / kWarp, lane = kivi::cuda::lane(), column = lane & 3;
-    const FragmentSizes sizes(spec, DIM);
-    uint32_t x[4][kPairs], low[kKeyShare<DIM>], high[kKeyShare<DIM>];
-    int clamped_rows = 0;
-    if (active) clamped_rows = load_keys<DIM>(x, source, spec.transform == KIVI_TRANSFORM_HADAMARD, lane);
-    key_extremes<DIM>(x, low, high, shared.extremes, sizes.group_blocks, active, warp, lane);
-    if (!active) return 0;
-    auto& codings = shared.codings[warp];
-    key_params<DIM>(spec, low, high, part + warp / sizes.group_blocks * sizes.group_bytes(), warp % sizes.group_blocks == 0,
-                    lane, [&](int channel, const GroupParams& params) { codings.set(channel, coding_of<BITS>(params)); });
+// Keys of a warp's tokens. Warps whose tokens share a group call this together.
+template <class P, int BITS, int DIM, int GROUP>
+__device__ __forceinline__ void pack_keys(const Tile<DIM>& tile, typename CoderOf<P, BITS>::template Keys<DIM>& groups,
+                                          typename KeyExtremes<P, DIM>::Shared& shared, uint8_t* part) {
+    constexpr FragmentSizes sizes(key_spec<BITS, GROUP>(), DIM);
+    using Coder = CoderOf<P, BITS>;
+    const int warp = threadIdx.x / kWarp, lane = kivi::cuda::lane(), row = lane >> 2, column = lane & 3;
+    KeyExtremes<P, DIM> extremes;
+    extremes.find(tile, lane);
+    extremes.share(shared, sizes.group_blocks, warp, lane);
+    uint8_t* const group = part + warp / sizes.group_blocks * sizes.group_bytes();
+    extremes.template params<BITS>(group, warp % sizes.group_blocks == 0, lane,
+                                   [&](int channel, const GroupParams& a, const GroupParams& b) {
+                                       groups.set(channel, Coder::group_of(a), Coder::group_of(b));
+                                   });
     __syncwarp();
-    LaneVectors<BITS, DIM> vectors(kCodeOne<BITS>);
+    using Turn = kivi::cuda::Turn<BITS, DIM>;
+    const int first = tile.place(8 * (row >> 1) + (row & 1), column);
+#pragma unroll 1
+    for (int turn = 0; turn < Turn::kTurns; ++turn) {
+        const int from = tile.step(first, 2 * Turn::first_unit(turn), 4 * Turn::first_run(turn));
+        const int channel = 32 * Turn::first_run(turn) + 8 * column;
+        typename Coder::template Codes<DIM> codes;
 #pragma unroll
-    for (int a = 0; a < kPairs / 4; ++a) {
+        for (int r = 0; r < Turn::kRuns; ++r) {
+            if constexpr (Turn::kRuns > 4) __syncwarp();  // what later runs load takes no registers before
+            typename Coder::Pair of[4];
+            groups.get(channel + 32 * Turn::run(r), of);
 #pragma unroll
-        for (int quad = 0; quad < 2; ++quad) {
-            const CodingQuad coding(codings, 32 * a + 8 * column + 4 * quad);
+            for (int t = 0; t < 2; ++t) {
+                const Words<4> x = tile.template words<4>(tile.step(from, 2 * Turn::unit(r) + 4 * t, 4 * Turn::run(r)));
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-#pragma unroll
-                for (int c = 0; c < 4; ++c) {
-                    const uint32_t pair = x[i][4 * a + 2 * quad + c / 2];
-                    vectors.add_key(i, 4 * quad + c, a,
-                                    code_of<BITS>(c % 2 ? high_of(pair) : low_of(pair), coding.min[c], coding.high[c], coding.low[c]));
-                }
+                for (int i = 0; i < 4; ++i) codes.add(2 * r + i % 2, t + i / 2 * 2, x.word[i], of[i]);
             }
         }
+        codes.finish().store(part + sizes.codes(true, warp), turn, lane);
     }
-    vectors.store(part + sizes.codes(true, warp), lane);
-    return clamped_rows;
 }
 
-// GROUPS: side by side.
-template <int BITS, int DIM, int GROUPS>
-__device__ __forceinline__ int pack_values(PackShared<DIM>& shared, const kivi_spec& spec, PackSource source, uint8_t* part) {
-    const int warp = threadIdx.x / kWarp, lane = kivi::cuda::lane();
-    constexpr int kRuns = DIM / 32, kSteps = DIM / 16, kRunsAGroup = kRuns / GROUPS;
-    constexpr int kPairs = 4 * GROUPS;  // of tokens, by group
-    constexpr int kShare = kPairs >= 8 ? kPairs / 8 : 1;
-    const int row = lane >> 2, column = lane & 3;
-    const FragmentSizes sizes(spec, DIM);
-    int clamped_rows = 0;
-    uint32_t x[8][2 * kRuns];  // token 8 column + j: channels 32 (pair / 2) + 4 row + 2 (pair % 2)
-    const uint8_t* const from = source.rows + 8 * column * source.stride + row * 8;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-#pragma unroll
-        for (int a = 0; a < kRuns; ++a) {
-            const uint2 v = load_once(reinterpret_cast<const uint2*>(from + j * source.stride + a * 64));
-            x[j][2 * a] = v.x, x[j][2 * a + 1] = v.y;
-        }
-    }
-    if (spec.transform == KIVI_TRANSFORM_HADAMARD) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            float y[4 * kRuns];
-#pragma unroll
-            for (int n = 0; n < 2 * kRuns; ++n) y[2 * n] = low_of(x[j][n]), y[2 * n + 1] = high_of(x[j][n]);
-#pragma unroll
-            for (int step = 1; step < 4; step *= 2) {
-#pragma unroll
-                for (int n = 0; n < 4 * kRuns; ++n) {
-                    if ((n & step) == 0) pack_butterfly(y[n], y[n + step]);
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < 4 * kRuns; ++n) {
-                y[n] = pack_across(pack_across(pack_across(y[n], 4, lane), 8, lane), 16, lane);
-            }
-#pragma unroll
-            for (int step = 4; step < 4 * kRuns; step *= 2) {
-#pragma unroll
-                for (int n = 0; n < 4 * kRuns; ++n) {
-                    if ((n & step) == 0) pack_butterfly(y[n], y[n + step]);
-                }
-            }
-            unsigned clamped = __ballot_sync(kAllLanes, round_pairs<2 * kRuns, DIM>(y, x[j]));
-            for (; clamped != 0; clamped &= ~(0x11111111u << ((__ffs(clamped) - 1) & 3))) ++clamped_rows;
-        }
-    }
-
-    uint32_t low[kPairs], high[kPairs];  // [group][pair of tokens]
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g) {
-#pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {
-            uint32_t least[2], most[2];  // of a token: over even and odd channels
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const uint32_t* const at = x[2 * pair + half] + 2 * g * kRunsAGroup;
-                least[half] = min_pair(at[0], at[1]);
-                most[half] = max_pair(at[0], at[1]);
-#pragma unroll
-                for (int n = 2; n < 2 * kRunsAGroup; ++n) {
-                    least[half] = min_pair(least[half], at[n]);
-                    most[half] = max_pair(most[half], at[n]);
-                }
-            }
-            low[4 * g + pair] = min_pair(__byte_perm(least[0], least[1], 0x5410), __byte_perm(least[0], least[1], 0x7632));
-            high[4 * g + pair] = max_pair(__byte_perm(most[0], most[1], 0x5410), __byte_perm(most[0], most[1], 0x7632));
-        }
-    }
-    reduce_to_shares<kPairs>(low, lane, [](uint32_t a, uint32_t b) { return min_pair(a, b); });
-    reduce_to_shares<kPairs>(high, lane, [](uint32_t a, uint32_t b) { return max_pair(a, b); });
-
-    auto& codings = shared.codings[warp];
+// Values of a warp's tokens. GROUPS: side by side.
+template <class P, int BITS, int DIM, int GROUPS>
+__device__ __forceinline__ void pack_values(const Tile<DIM>& tile, typename CoderOf<P, BITS>::template Values<GROUPS>& groups,
+                                            uint8_t* part) {
+    constexpr FragmentSizes sizes(value_spec<BITS, DIM / GROUPS>(), DIM);
+    using Coder = CoderOf<P, BITS>;
+    const int warp = threadIdx.x / kWarp, lane = kivi::cuda::lane(), row = lane >> 2, column = lane & 3;
     uint8_t* const block = part + sizes.codes(false, warp);
-    uint8_t* const params_at = block + sizes.code_bytes;
+    auto* const params_at = reinterpret_cast<uint16_t*>(block + sizes.code_bytes) + lane;
+    // Two groups at a time, in the halves of a pair; where there is one, it is in both.
+    constexpr int kTogether = GROUPS > 1 ? 2 : 1;
+    const int row_place = tile.place(lane, 0);
+#pragma unroll 1
+    for (int group = 0; group < GROUPS; group += kTogether) {
+        constexpr int kChunks = DIM / GROUPS / 8;
+        uint32_t least[kTogether], most[kTogether];  // over even and odd channels of the lane's token
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) {
-        const int n = kPairs >= 8 ? row * kShare + i : row / 2, group = n / 4, token = 8 * column + 2 * (n % 4);
-        const int at = kBlockTokens * group + token;
-        const ParamPairs pairs = params_of_pair(spec, low[i], high[i], [&](int half, const GroupParams& params) {
-            codings.set(at + half, coding_of<BITS>(params));
-        });
-        *reinterpret_cast<uint32_t*>(params_at + 2 * at) = pairs.scales;
-        *reinterpret_cast<uint32_t*>(params_at + 2 * (kBlockTokens * GROUPS + at)) = pairs.mins;
+        for (int g = 0; g < kTogether; ++g) {
+#pragma unroll
+            for (int c = 0; c < kChunks; ++c) {
+                const Words<4> x = tile.template words<4>(tile.step(row_place, 0, (group + g) * kChunks + c));
+                if (c == 0) least[g] = most[g] = x.word[0];
+#pragma unroll
+                for (int i = c == 0 ? 1 : 0; i < 4; ++i) {
+                    least[g] = P::least(least[g], x.word[i]), most[g] = P::most(most[g], x.word[i]);
+                }
+            }
+        }
+        const auto sides = [](const uint32_t (&x)[kTogether], int which) {
+            return __byte_perm(x[0], x[kTogether - 1], which == 0 ? 0x5410 : 0x7632);
+        };
+        const ParamPair params = params_of<P, BITS>(P::least(sides(least, 0), sides(least, 1)),
+                                                    P::most(sides(most, 0), sides(most, 1)));
+        uint16_t* const at = params_at + group * kBlockTokens;
+        groups.set(group, lane, Coder::group_of(params.low));
+        at[0] = static_cast<uint16_t>(params.scales);
+        at[GROUPS * kBlockTokens] = static_cast<uint16_t>(params.mins);
+        if (kTogether == 1) break;
+        groups.set(group + 1, lane, Coder::group_of(params.high));
+        at[kBlockTokens] = static_cast<uint16_t>(params.scales >> 16);
+        at[(GROUPS + 1) * kBlockTokens] = static_cast<uint16_t>(params.mins >> 16);
     }
     __syncwarp();
-    LaneVectors<BITS, DIM> vectors(kCodeOne<BITS>);
+    using Turn = kivi::cuda::Turn<BITS, DIM>;
+    const int first = tile.place(8 * column, row / 2);
+#pragma unroll 1
+    for (int turn = 0; turn < Turn::kTurns; ++turn) {
+        const int from = tile.step(first, 2 * Turn::first_unit(turn), 4 * Turn::first_run(turn));
+        const int group_place = value_place(column, 2 * Turn::first_unit(turn));
+        typename Coder::template Codes<DIM> codes;
 #pragma unroll
-    for (int g = 0; g < GROUPS; ++g) {
+        for (int r = 0; r < Turn::kRuns; ++r) {
+            const int group = (Turn::first_run(turn) + Turn::run(r)) * 32 / (DIM / GROUPS);
 #pragma unroll
-        for (int quad = 0; quad < 2; ++quad) {
-            const CodingQuad coding(codings, kBlockTokens * g + 8 * column + 4 * quad);
+            for (int t = 0; t < 4; ++t) {
+                const int token = 2 * Turn::unit(r) + t % 2 + 4 * (t / 2);
+                const Words<2> x = tile.template words<2>(tile.step(from, token, 4 * Turn::run(r)), row % 2);
+                const auto of = groups.get(group, group_place ^ token);
 #pragma unroll
-            for (int t = 0; t < 4; ++t) {  // unit t / 2, half word t % 2
-#pragma unroll
-                for (int n = 2 * g * kRunsAGroup; n < 2 * (g + 1) * kRunsAGroup; ++n) {
-                    const uint32_t pair = x[4 * quad + t][n];
-                    const int number = t / 2 * kSteps + n;  // step 2 (pair / 2) + pair % 2
-                    vectors.add(number, 2 * quad, t % 2, code_of<BITS>(low_of(pair), coding.min[t], coding.high[t], coding.low[t]));
-                    vectors.add(number, 2 * quad + 1, t % 2, code_of<BITS>(high_of(pair), coding.min[t], coding.high[t], coding.low[t]));
-                }
+                for (int i = 0; i < 2; ++i) codes.add(2 * r + i, t, x.word[i], of);
             }
         }
+        auto& words = codes.finish();
+        words.transpose();
+        words.store(block, turn, lane);
     }
-    vectors.store(block, lane);
-    return clamped_rows;
 }
 
 }  // namespace kivi::cuda

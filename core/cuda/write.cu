@@ -92,8 +92,10 @@ void prepare_write(const Layer& layer) {
     }
 }
 
-void write(const WriteArgs& args, Stream stream) {
-    if (args.mode == WriteMode::append && args.batch.max_count >= kPromptTokens && pack_takes(args)) return pack(args, stream);
+void write(const WriteArgs& args, int32_t multiprocessors, Stream stream) {
+    if (args.mode == WriteMode::append && args.batch.max_count >= kPromptTokens && pack_takes(args)) {
+        return pack(args, multiprocessors, stream);
+    }
     switch (stripes(max(args.layer.key.dim, args.layer.value.dim))) {
         case 1: return write_stripes<1>(args, stream);
         case 2: return write_stripes<2>(args, stream);

@@ -12,15 +12,17 @@ using namespace gpu_test;
 
 namespace {
 
-enum class Content { usual, ties, tiny, damaged, constant, large };
-const char* const kContentNames[] = {"usual", "ties", "tiny scales", "NaN and infinity", "constant channels", "large"};
+enum class Content { usual, ties, tiny, damaged, constant, large, symmetric, huge };
+const char* const kContentNames[] = {"usual", "ties", "tiny scales", "NaN and infinity", "constant channels", "large",
+                                     "symmetric", "huge"};
 
 struct Way {
     bool rotated_keys, rotated_values, query_aware;
     int sink, recent, flush;
+    int32_t dtype = KIVI_F16;  // of rows and windows
 };
 
-kivi_config config_for(const Instance& instance, const Way& way) {
+kivi_config config_for(const Instance& instance, const Way& way, int64_t max_tokens) {
     kivi_config config;
     kivi_config_init(&config, sizeof config);
     config.layer_count = 1;
@@ -35,8 +37,9 @@ kivi_config config_for(const Instance& instance, const Way& way) {
     if (way.rotated_values) v.transform = KIVI_TRANSFORM_HADAMARD;
     if (way.query_aware) k.rounding = KIVI_ROUND_QUERY_AWARE;
     config.sink = way.sink, config.recent = way.recent, config.flush = way.flush;
+    config.window_dtype = way.dtype;
     config.max_sequences = 3;
-    config.max_tokens = 3000;
+    config.max_tokens = max_tokens;
     config.threads = 4;
     return config;
 }
@@ -53,6 +56,12 @@ std::vector<float> rows_of(Numbers& numbers, int64_t rows, int dim, Content cont
                 if (i % 997 == 3) x[i] = i % 2 ? std::numeric_limits<float>::quiet_NaN() : -std::numeric_limits<float>::infinity();
                 break;
             case Content::constant: x[i] = c % 5 ? x[i] : 1.5f; break;
+            case Content::symmetric:  // ties at zero, and numbers that are nothing beside them
+                x[i] = i % 9 == 0   ? 3.0f * static_cast<float>(1 << c % 9)
+                       : i % 9 == 4 ? -3.0f * static_cast<float>(1 << c % 9)
+                                    : x[i] * 6e-8f * static_cast<float>(1 << c % 16);
+                break;
+            case Content::huge: x[i] = std::fmax(-3e38f, std::fmin(3e38f, x[i] * (c % 7 < 3 ? 1e38f : 1e30f))); break;
             case Content::large: x[i] = std::fmax(-65000.0f, std::fmin(65000.0f, x[i] * 20000)); break;
         }
     }
@@ -61,8 +70,8 @@ std::vector<float> rows_of(Numbers& numbers, int64_t rows, int dim, Content cont
 
 class Pair {
   public:
-    Pair(const Instance& instance, const Way& way, uint64_t seed)
-        : cpu(config_for(instance, way), KIVI_CPU), gpu(config_for(instance, way), KIVI_CUDA), numbers(seed), dim_(instance.dim) {
+    Pair(const Instance& instance, const Way& way, uint64_t seed, int64_t max_tokens = 3000)
+        : cpu(config_for(instance, way, max_tokens), KIVI_CPU), gpu(config_for(instance, way, max_tokens), KIVI_CUDA), numbers(seed), dim_(instance.dim), dtype_(way.dtype) {
         if (!way.query_aware) return;
         std::vector<float> m(size_t(2) * dim_ * dim_, 0.0f);
         for (int head = 0; head < 2; ++head) {
@@ -85,7 +94,8 @@ class Pair {
     void append(int count, int pad, Content content, kivi_stream stream = nullptr) {
         const int width = dim_ + pad;
         const int32_t ids[2] = {1, 0}, counts[2] = {count, count * 2 / 3};
-        Halfs k(rows_of(numbers, int64_t{2} * count * 2, width, content)), v(rows_of(numbers, int64_t{2} * count * 2, width, content));
+        Halfs k(rows_of(numbers, int64_t{2} * count * 2, width, content), dtype_);
+        Halfs v(rows_of(numbers, int64_t{2} * count * 2, width, content), dtype_);
         const kivi_batch batch = batch_of(2, ids, counts, count);
         for (Cache* cache : {&cpu, &gpu}) {
             kivi_tensor keys = k.view(cache->device, {2, count, 2, width}), values = v.view(cache->device, {2, count, 2, width});
@@ -118,17 +128,18 @@ class Pair {
 
   private:
     int dim_;
+    int32_t dtype_;
 };
 
 }  // namespace
 
-TEST_CASE("every instance, rounding and transform, prompts in pieces") {
+static void check_every_instance(int32_t dtype) {
     uint64_t seed = 1;
     for (const Instance& instance : kInstances) {
         const int group = instance.key_group;
         for (int which = 0; which < 8; ++which) {
             const Way way{(which & 1) != 0, (which & 2) != 0, (which & 4) != 0, which % 3 == 1 ? 0 : group, which % 2 ? 64 : 0,
-                          which % 3 == 0 ? 128 : group};
+                          which % 3 == 0 ? 128 : group, dtype};
             CAPTURE(instance.name);
             CAPTURE(which);
             Pair pair(instance, way, seed++);
@@ -142,15 +153,15 @@ TEST_CASE("every instance, rounding and transform, prompts in pieces") {
     }
 }
 
-TEST_CASE("numbers that are hard to code") {
+static void check_hard_numbers(int32_t dtype, std::initializer_list<Content> contents) {
     uint64_t seed = 1000;
     for (const Instance& instance : kInstances) {
-        for (Content content : {Content::ties, Content::tiny, Content::damaged, Content::constant, Content::large}) {
+        for (Content content : contents) {
             for (int which : {0, 3, 4, 7}) {
                 CAPTURE(instance.name);
                 CAPTURE(which);
                 CAPTURE(kContentNames[static_cast<int>(content)]);
-                Pair pair(instance, {(which & 1) != 0, (which & 2) != 0, (which & 4) != 0, 0, 32, instance.key_group}, seed++);
+                Pair pair(instance, {(which & 1) != 0, (which & 2) != 0, (which & 4) != 0, 0, 32, instance.key_group, dtype}, seed++);
                 pair.append(450, 0, content);
                 pair.append(100, 8, content);
                 pair.compare();
@@ -159,7 +170,27 @@ TEST_CASE("numbers that are hard to code") {
     }
 }
 
-TEST_CASE("rows that are not aligned, or not f16, take the general packer") {
+TEST_CASE("every instance, rounding and transform, prompts in pieces") { check_every_instance(KIVI_F16); }
+TEST_CASE("the same of bf16") { check_every_instance(KIVI_BF16); }
+
+TEST_CASE("numbers that are hard to code") {
+    check_hard_numbers(KIVI_F16, {Content::ties, Content::tiny, Content::damaged, Content::constant, Content::large,
+                                  Content::symmetric});
+}
+TEST_CASE("numbers of bf16 that are hard to code") {
+    check_hard_numbers(KIVI_BF16, {Content::ties, Content::damaged, Content::symmetric, Content::huge});
+}
+
+// Blocks go from page to page, and pages have neighbours of other heads.
+TEST_CASE("long prompts") {
+    for (int number : {0, 3}) {
+        Pair pair(kInstances[number], {false, true, false, kInstances[number].key_group, 64, 64}, 21, 20000);
+        pair.append(19000, 0, Content::usual);
+        pair.compare();
+    }
+}
+
+TEST_CASE("rows that are not aligned take the general packer") {
     const Instance& instance = kInstances[3];
     Pair pair(instance, {false, true, false, 64, 64, 64}, 5);
     pair.append(300, 1, Content::usual);
