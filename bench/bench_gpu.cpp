@@ -5,7 +5,7 @@
 //     specs     the specs of the fast kernel, windows empty or beside the context, and what KIVI_ATTEND_INVARIANT costs;
 //               --quick: batch 8, 32K
 //     sweep     k3v2 and kivi2-sink over batch, context and heads, where fp16 caches of the shape fit; --quick: some
-//     prompts   packing prompts of one sequence with 8 KV heads, a layer; --quick: some
+//     prompts   packing prompts of one sequence with 8 KV heads of 128 channels, or as many channels, a layer; --quick: some
 //     steps     appending one token to each sequence, flushes included, a layer
 //     chunks    queries of several tokens over packed pasts, some with KIVI_ATTEND_INVARIANT too; --quick: some
 //   bench_gpu --spec NAME [SHAPE]   one of the specs or presets at every shape, or at the one of that number; NAME may end
@@ -150,18 +150,20 @@ class DeviceArray {
     void* data_ = nullptr;
 };
 
-// Numbers with exponents from 2^-5 to 2^-2, f16.
-std::vector<uint16_t> make_numbers(size_t count) {
+// Numbers with exponents from 2^-5 to 2^-2.
+std::vector<uint16_t> make_numbers(size_t count, int32_t dtype) {
     std::vector<uint16_t> numbers(count);
     uint32_t state = 12345;
     for (uint16_t& x : numbers) {
         state = state * 1664525u + 1013904223u;
-        x = static_cast<uint16_t>((state >> 31) << 15 | (10 + (state >> 24 & 3)) << 10 | (state >> 8 & 1023));
+        const uint32_t sign = (state >> 31) << 15, exponent = state >> 24 & 3, mantissa = state >> 8 & 1023;
+        x = static_cast<uint16_t>(sign | (dtype == KIVI_F16 ? (10 + exponent) << 10 | mantissa : (122 + exponent) << 7 | mantissa >> 3));
     }
     return numbers;
 }
-void fill(void* to, int64_t count) {
-    static const std::vector<uint16_t> numbers = make_numbers(1 << 22);
+void fill(void* to, int64_t count, int32_t dtype = KIVI_F16) {
+    static const std::vector<uint16_t> of_f16 = make_numbers(1 << 22, KIVI_F16), of_bf16 = make_numbers(1 << 22, KIVI_BF16);
+    const std::vector<uint16_t>& numbers = dtype == KIVI_F16 ? of_f16 : of_bf16;
     for (int64_t at = 0; at < count; at += static_cast<int64_t>(numbers.size())) {
         const int64_t some = std::min<int64_t>(numbers.size(), count - at);
         ok(cudaMemcpy(static_cast<uint16_t*>(to) + at, numbers.data(), some * 2, cudaMemcpyHostToDevice), "upload");
@@ -338,14 +340,15 @@ void commit_moments(kivi_cache* cache, int layers, int heads, int dim, cudaStrea
 
 // One prompt into every layer of an empty sequence; inputs take turns, so that none is in the L2.
 void measure_prompt(const Bench& bench, Storage s, bool query_aware, int tokens) {
-    constexpr int kLayers = 6, kHeads = 8;
+    constexpr int kLayers = 6;
+    const int heads = 8 * 128 / s.dim;
     s.k.rounding = query_aware ? KIVI_ROUND_QUERY_AWARE : KIVI_ROUND_NEAREST;
     if (s.beside) s.sink = s.recent = s.flush = std::max(s.k.group, 64);
-    const Cache cache(s, 4 * kHeads, kHeads, 1, tokens, kLayers);
-    if (query_aware) commit_moments(cache, kLayers, kHeads, s.dim, bench.stream);
-    const int64_t count = int64_t{1} * tokens * kHeads * s.dim;
+    const Cache cache(s, 4 * heads, heads, 1, tokens, kLayers);
+    if (query_aware) commit_moments(cache, kLayers, heads, s.dim, bench.stream);
+    const int64_t count = int64_t{1} * tokens * heads * s.dim;
     const DeviceArray inputs[4] = {DeviceArray(count * 2), DeviceArray(count * 2), DeviceArray(count * 2), DeviceArray(count * 2)};
-    for (const DeviceArray& input : inputs) fill(input.data(), count);
+    for (const DeviceArray& input : inputs) fill(input.data(), count, s.dtype);
     const kivi_batch batch = batch_of(1, tokens);
     const auto prepare = [&] {
         ok(kivi_sequence_reset(cache, 0, bench.stream), "reset");
@@ -353,12 +356,12 @@ void measure_prompt(const Bench& bench, Storage s, bool query_aware, int tokens)
     };
     const double us = median_us(bench.stream, prepare, [&] {
         for (int layer = 0; layer < kLayers; ++layer) {
-            const kivi_tensor keys = tensor(inputs[layer % 2 * 2].data(), {1, tokens, kHeads, s.dim}, false);
-            const kivi_tensor values = tensor(inputs[layer % 2 * 2 + 1].data(), {1, tokens, kHeads, s.dim}, false);
+            const kivi_tensor keys = tensor(inputs[layer % 2 * 2].data(), {1, tokens, heads, s.dim}, false, s.dtype);
+            const kivi_tensor values = tensor(inputs[layer % 2 * 2 + 1].data(), {1, tokens, heads, s.dim}, false, s.dtype);
             ok(kivi_append(cache, layer, &batch, &keys, &values, bench.stream), "append");
         }
     }) / kLayers;
-    print_line(bench, "prompt", s, {1, 4 * kHeads, kHeads, tokens}, us, 4.0 * count + cache.live_bytes(), cache.path());
+    print_line(bench, "prompt", s, {1, 4 * heads, heads, tokens}, us, 4.0 * count + cache.live_bytes(), cache.path());
 }
 
 void run_presets(const Bench& bench, bool quick) {
@@ -433,7 +436,7 @@ void run_sweep(const Bench& bench, bool quick) {
 
 void run_prompts(const Bench& bench, bool quick) {
     for (const Case& c : kCases) {
-        if (c.sink > 0 || c.query_tokens > 1 || c.dim != 128 || c.bf16 || (quick && c.group != 64)) continue;
+        if (c.sink > 0 || c.query_tokens > 1 || (quick && c.group != 64)) continue;
         for (bool query_aware : {false, true}) measure_prompt(bench, storage_of(c), query_aware, 32768);
         measure_prompt(bench, storage_of(c), false, 2048);
     }
