@@ -150,8 +150,8 @@ Answer Cache::attend(const Rows& rows, const Floats& q, const Ask& ask, int inde
     const Tensor queries(ask.q_dtype, {count, shape.q_heads, shape.key_dim}, q);
     const Tensor out(ask.out_dtype, {count, shape.q_heads, shape.value_dim});
     const Tensor lse(KIVI_F32, {count, shape.q_heads});
-    const Tensor k(KIVI_F32, {count, shape.kv_heads, shape.key_dim}, ask.fresh_k);
-    const Tensor v(KIVI_F32, {count, shape.kv_heads, shape.value_dim}, ask.fresh_v);
+    const Tensor k(ask.kv_dtype, {count, shape.kv_heads, shape.key_dim}, ask.fresh_k);
+    const Tensor v(ask.kv_dtype, {count, shape.kv_heads, shape.value_dim}, ask.fresh_v);
     const Tensor sinks(KIVI_F32, {1, shape.q_heads}, ask.sinks);
 
     kivi_attend_params params;

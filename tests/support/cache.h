@@ -66,6 +66,7 @@ struct Ask {
     Floats sinks;             // learned, [q_heads]
     Floats fresh_k, fresh_v;  // [tokens][kv_heads][dim]
     int32_t q_dtype = KIVI_F32, out_dtype = KIVI_F32;
+    int32_t kv_dtype = KIVI_F32;  // of the fresh ones
     uint64_t flags = KIVI_ATTEND_INVARIANT;
 };
 

@@ -102,18 +102,25 @@ Distance distance(const Answer& answer, const Exact& exact, int value_dim) {
 
 namespace {
 
+Floats rounded(int32_t dtype, Floats values) {
+    for (float& x : values) x = round_to(dtype, x);
+    return values;
+}
+
+// Whether all are finite in the type.
+bool can_hold(int32_t dtype, const Floats& values) {
+    return std::none_of(values.begin(), values.end(), [&](float x) { return std::isinf(round_to(dtype, x)); });
+}
+
 // Attends as `ask` says, with each of the flags, and compares.
 void check_flags(const Cache& cache, const Rows& rows, const Floats& q, Ask ask, int layer, std::vector<uint64_t> flags) {
-    // The queries and the output as their types hold them.
-    Floats given = q;
-    for (float& x : given) x = round_to(ask.q_dtype, x);
-    for (float x : given) {
-        if (std::isinf(x)) return;  // the type cannot hold what the case is about
-    }
-    const Exact exact = exact_attention(cache, rows, given, ask, layer);
+    Ask given = ask;  // what the types hold of it
+    given.fresh_k = rounded(ask.kv_dtype, ask.fresh_k);
+    given.fresh_v = rounded(ask.kv_dtype, ask.fresh_v);
+    const Exact exact = exact_attention(cache, rows, rounded(ask.q_dtype, q), given, layer);
     const double ulp = ask.out_dtype == KIVI_F32 ? 0 : ask.out_dtype == KIVI_F16 ? 0x1p-11 : 0x1p-8;
     for (const uint64_t flag : flags) {
-        INFO("flags ", flag, ", types ", ask.q_dtype, " ", ask.out_dtype);
+        INFO("flags ", flag, ", types ", ask.q_dtype, " ", ask.out_dtype, " ", ask.kv_dtype);
         ask.flags = flag;
         const Distance d = distance(cache.attend(rows, q, ask, layer), exact, cache.layer(layer).value_dim);
         CHECK(d.whole <= backend().tolerance + ulp);
@@ -133,8 +140,10 @@ bool has_fast_kernels(const Cache& cache, int layer) {
 void check_attend(const Cache& cache, const Rows& rows, const Floats& q, const Ask& ask, int layer) {
     check_flags(cache, rows, q, ask, layer, {ask.flags});
     if (backend().device == KIVI_CPU || !has_fast_kernels(cache, layer)) return;
+    const int32_t dtype = cache.config().window_dtype;
+    if (!can_hold(dtype, q) || !can_hold(dtype, ask.fresh_k) || !can_hold(dtype, ask.fresh_v)) return;
     Ask of_windows = ask;
-    of_windows.q_dtype = of_windows.out_dtype = cache.config().window_dtype;
+    of_windows.q_dtype = of_windows.out_dtype = of_windows.kv_dtype = dtype;
     check_flags(cache, rows, q, of_windows, layer, {0, KIVI_ATTEND_INVARIANT});
 }
 

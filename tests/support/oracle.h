@@ -23,8 +23,9 @@ struct Distance {
 };
 Distance distance(const Answer& answer, const Exact& exact, int value_dim);
 
-// Attends and compares under the tolerance of the backend. Where a GPU has fast kernels for the layer, which serve queries
-// and results of the window dtype only, also with these, with and without KIVI_ATTEND_INVARIANT.
+// Attends and compares under the tolerance of the backend. Where a GPU has fast kernels for the layer, which serve queries,
+// fresh keys and values and results of the window dtype only, also with these, with and without KIVI_ATTEND_INVARIANT, if
+// that type can hold what is given.
 void check_attend(const Cache& cache, const Rows& rows, const Floats& q, const Ask& ask = {}, int layer = 0);
 
 }  // namespace kivi_test
