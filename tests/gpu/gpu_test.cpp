@@ -17,6 +17,9 @@ kivi_spec spec_of(int bits, int axis, int group) {
     return spec;
 }
 
+// A stream is a GPU's; the CPU has none.
+kivi_stream stream_for(const Cache& cache, kivi_stream stream) { return cache.device == KIVI_CUDA ? stream : nullptr; }
+
 // Appends the same tokens to both caches, in chunks, to every sequence of the batch.
 class Pair {
   public:
@@ -33,7 +36,7 @@ class Pair {
         for (Cache* cache : {&cpu, &gpu}) {
             const kivi_tensor keys = k.view(cache->device, {rows, count, shape_.kv_heads, shape_.key_dim});
             const kivi_tensor values = v.view(cache->device, {rows, count, shape_.kv_heads, shape_.value_dim});
-            KIVI_OK_(kivi_append(*cache, 0, &batch, &keys, &values, cache == &gpu ? static_cast<cudaStream_t>(stream) : nullptr));
+            KIVI_OK_(kivi_append(*cache, 0, &batch, &keys, &values, stream_for(*cache, stream)));
         }
         CUDA_OK(cudaDeviceSynchronize());
     }
@@ -220,7 +223,7 @@ TEST_CASE("fault 88, 89: a captured decode step is replayed across flush boundar
     for (Cache* cache : {&cpu, &gpu}) {
         const kivi_tensor k = prompt_k.view(cache->device, {rows, 300, heads, dim});
         const kivi_tensor v = prompt_v.view(cache->device, {rows, 300, heads, dim});
-        KIVI_OK_(kivi_append(*cache, 0, &prompt, &k, &v, cache == &gpu ? static_cast<cudaStream_t>(stream) : nullptr));
+        KIVI_OK_(kivi_append(*cache, 0, &prompt, &k, &v, stream_for(*cache, stream)));
     }
     for (int32_t id : ids) KIVI_OK_(kivi_sequence_reserve(gpu, id, 900, stream));
 
@@ -287,7 +290,11 @@ TEST_CASE("ids, counts and offsets in device memory") {
     CUDA_OK(cudaFree(device));
 }
 
-TEST_CASE("fault 95: results do not depend on batch, capacity or splits") {
+namespace {
+
+// Array: of queries and results.
+template <class Array>
+void check_independence() {
     kivi_config small = config_of(spec_of(3, KIVI_AXIS_CHANNEL, 64), spec_of(2, KIVI_AXIS_TOKEN, 64), {8, 32, 128, 128}, 64, 64, 64);
     small.max_tokens = 5000;
     kivi_config large = small;
@@ -297,7 +304,7 @@ TEST_CASE("fault 95: results do not depend on batch, capacity or splits") {
     Cache one(small, KIVI_CUDA), many(large, KIVI_CUDA);
     Numbers numbers(8);
     const int tokens = 4500;
-    Floats k(numbers.rows(tokens * 8, 128)), v(numbers.rows(tokens * 8, 128)), q(numbers.rows(32, 128));
+    Floats k(numbers.rows(tokens * 8, 128)), v(numbers.rows(tokens * 8, 128));
     const kivi_tensor keys = k.view(KIVI_CUDA, {1, tokens, 8, 128}), values = v.view(KIVI_CUDA, {1, tokens, 8, 128});
     const int32_t last = 69, first = 0;
     const kivi_batch to_first = batch_of(1, &first, nullptr, tokens), to_last = batch_of(1, &last, nullptr, tokens);
@@ -307,7 +314,7 @@ TEST_CASE("fault 95: results do not depend on batch, capacity or splits") {
     kivi_attend_params params;
     kivi_attend_params_init(&params, sizeof params);
     params.flags = KIVI_ATTEND_INVARIANT;
-    Floats alone(32 * 128), together(int64_t{70} * 32 * 128);
+    Array q(numbers.rows(32, 128)), alone(32 * 128), together(int64_t{70} * 32 * 128);
     const Workspace small_space(one, 1, 1), large_space(many, 70, 1);
     const kivi_tensor query = q.view(KIVI_CUDA, {1, 1, 32, 128}), result = alone.view(KIVI_CUDA, {1, 1, 32, 128});
     const kivi_batch single = batch_of(1, &first, nullptr, 1);
@@ -324,6 +331,13 @@ TEST_CASE("fault 95: results do not depend on batch, capacity or splits") {
     CHECK(got[32 * 128] == 0.0f);  // sequence 1 is empty
 }
 
+}  // namespace
+
+TEST_CASE("fault 95: results do not depend on batch, capacity or splits") {
+    SUBCASE("of f32, on the general kernel") { check_independence<Floats>(); }
+    SUBCASE("of f16, on the fast one") { check_independence<Halfs>(); }
+}
+
 TEST_CASE("two caches on two streams at once") {
     kivi_config config = config_of(spec_of(4, KIVI_AXIS_CHANNEL, 32), spec_of(4, KIVI_AXIS_TOKEN, 32), {}, 32, 32, 32);
     Cache reference(config, KIVI_CPU), first(config, KIVI_CUDA), second(config, KIVI_CUDA);
@@ -337,7 +351,7 @@ TEST_CASE("two caches on two streams at once") {
             kivi_tensor keys = k.view(cache->device, {1, 1, 2, 64}), values = v.view(cache->device, {1, 1, 2, 64});
             keys.data = static_cast<float*>(keys.data) + token * 128;
             values.data = static_cast<float*>(values.data) + token * 128;
-            KIVI_OK_(kivi_append(*cache, 0, &batch, &keys, &values, cache == &reference ? nullptr : static_cast<cudaStream_t>(streams[cache == &second])));
+            KIVI_OK_(kivi_append(*cache, 0, &batch, &keys, &values, stream_for(*cache, streams[cache == &second])));
         }
     }
     CHECK(first.blob(0, streams[0]) == reference.blob(0));
