@@ -7,7 +7,8 @@
 //     sweep     k3v2 and kivi2-sink over batch, context and heads, where fp16 caches of the shape fit; --quick: some
 //     prompts   packing prompts of one sequence with 8 KV heads of 128 channels, or as many channels, a layer; --quick: some
 //     steps     appending one token to each sequence, flushes included, a layer
-//     chunks    queries of several tokens over packed pasts, some with KIVI_ATTEND_INVARIANT too; --quick: some
+//     chunks    calls that bring keys and values of one token or several, over packed pasts, some with
+//               KIVI_ATTEND_INVARIANT too; --quick: some
 //   bench_gpu --spec NAME [SHAPE]   one of the specs or presets at every shape, or at the one of that number; NAME may end
 //                                   in " invariant"
 #include <cuda_runtime.h>
@@ -57,6 +58,13 @@ const Case kCases[] = {
     {"2/2 g32 4 tokens", 2, 2, 32, 128, false, 0, 0, 4},  {"2/2 g32 bf16", 2, 2, 32, 128, false, 0, 0, 1, true},
     {"2/2 g32 dim 64", 2, 2, 32, 64, false, 0, 0, 1},     {"2/2 g32 dim 256", 2, 2, 32, 256, false, 0, 0, 1},
 };
+
+const Case& case_named(const std::string& name) {
+    const Case* const found = std::find_if(std::begin(kCases), std::end(kCases), [&](const Case& c) { return c.name == name; });
+    if (found != std::end(kCases)) return *found;
+    std::fprintf(stderr, "bench_gpu: there is no case '%s'\n", name.c_str());
+    std::exit(1);
+}
 
 // What is measured: specs and windows under a name.
 struct Storage {
@@ -378,8 +386,8 @@ void run_specs(const Bench& bench, bool quick) {
             if (!quick || (shape.batch == 8 && shape.kv_heads == 8)) measure_attend(bench, storage_of(c), shape);
         }
     }
-    for (int number : {0, 3}) {
-        const Storage s = invariant(storage_of(kCases[number]));
+    for (const char* name : {"2/2 g32", "3/2 g64 hadamard"}) {
+        const Storage s = invariant(storage_of(case_named(name)));
         for (const Shape& shape : kShapes) {
             if (!quick || (shape.batch == 8 && shape.kv_heads == 8)) measure_attend(bench, s, shape);
         }
@@ -459,7 +467,7 @@ void run_chunks(const Bench& bench, bool quick) {
         }
     }
     for (const int dim : {64, 256}) {
-        Storage s = storage_of(kCases[0]);
+        Storage s = storage_of(case_named("2/2 g32"));
         s.name += " dim " + std::to_string(dim);
         s.fresh = true;
         s.dim = dim;
