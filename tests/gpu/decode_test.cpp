@@ -196,21 +196,27 @@ class Contents {
     }
 
     // Attends with KIVI_ATTEND_INVARIANT: row r has counts[r] queries of content numbers[r], which is sequence
-    // sequences[numbers[r]]. Returns out and LSE of row `which`.
+    // sequences[numbers[r]]; if fresh, as many keys and values come with the call. Returns out and LSE of row `which`.
     std::vector<float> attend(const Cache& cache, const Workspace& workspace, const std::vector<int>& sequences,
-                              const std::vector<int>& numbers, const std::vector<int32_t>& counts, int which,
+                              const std::vector<int>& numbers, const std::vector<int32_t>& counts, int which, bool fresh,
                               bool on_device = false) const {
-        std::vector<float> queries;
         std::vector<int32_t> ids;
         int64_t tokens = 0, before = 0;
         for (size_t r = 0; r < numbers.size(); ++r) {
-            const std::vector<float> own = Numbers(100 + numbers[r]).rows(int64_t{1} * counts[r] * shape_.q_heads, dim_);
-            queries.insert(queries.end(), own.begin(), own.end());
             ids.push_back(sequences[numbers[r]]);
             if (static_cast<int>(r) == which) before = tokens;
             tokens += counts[r];
         }
-        Halfs q(queries, shape_.dtype), out(tokens * shape_.q_heads * dim_, shape_.dtype);
+        const auto of_rows = [&](int seed, int heads) {
+            std::vector<float> all;
+            for (size_t r = 0; r < numbers.size(); ++r) {
+                const std::vector<float> own = Numbers(seed + numbers[r]).rows(int64_t{1} * counts[r] * heads, dim_);
+                all.insert(all.end(), own.begin(), own.end());
+            }
+            return all;
+        };
+        Halfs q(of_rows(100, shape_.q_heads), shape_.dtype), out(tokens * shape_.q_heads * dim_, shape_.dtype);
+        Halfs k(of_rows(200, shape_.kv_heads), shape_.dtype), v(of_rows(300, shape_.kv_heads), shape_.dtype);
         Floats lse(tokens * shape_.q_heads);
         kivi_batch batch = batch_of(static_cast<int>(ids.size()), ids.data(), counts.data(),
                                     *std::max_element(counts.begin(), counts.end()));
@@ -225,10 +231,13 @@ class Contents {
         const kivi_tensor in = q.view(KIVI_CUDA, {tokens, shape_.q_heads, dim_});
         const kivi_tensor to = out.view(KIVI_CUDA, {tokens, shape_.q_heads, dim_});
         const kivi_tensor sums = lse.view(KIVI_CUDA, {tokens, shape_.q_heads});
+        const kivi_tensor keys = k.view(KIVI_CUDA, {tokens, shape_.kv_heads, dim_});
+        const kivi_tensor values = v.view(KIVI_CUDA, {tokens, shape_.kv_heads, dim_});
         kivi_attend_params params;
         kivi_attend_params_init(&params, sizeof params);
         params.flags = KIVI_ATTEND_INVARIANT;
         params.lse = &sums;
+        if (fresh) params.k = &keys, params.v = &values;
         KIVI_OK_(kivi_attend(cache, 0, &batch, &in, &to, &params, workspace.data, workspace.bytes, nullptr));
         CUDA_OK(cudaDeviceSynchronize());
         CUDA_OK(cudaFree(arrays));
@@ -302,17 +311,20 @@ TEST_CASE("with KIVI_ATTEND_INVARIANT bits do not depend on batch, counts beside
             }
         }
         KIVI_OK_(kivi_sequence_reset(roomy, 1, nullptr));
-        const Workspace tight(plain, 3, 17), wide(roomy, 3, 17);
-        // Counts of every kernel: four heads make 4, 8, 16, 20, 64 and 68 rows of them.
-        for (const int count : {1, 2, 4, 5, 16, 17}) {
+        const Workspace tight(plain, 3, 40), wide(roomy, 3, 70);
+        // Counts of every kernel: four heads make 4, 8, 16, 20, 64, 68 and 160 rows of them, the last more than a tile.
+        for (const int count : {1, 2, 4, 5, 16, 17, 40}) {
             CAPTURE(count);
             for (const int s : {1, 4, count % 3 % 2 * 2}) {
                 CAPTURE(s);
                 const int t = (s + 1) % 5, u = (s + 2) % 5;
-                const std::vector<float> alone = contents.attend(plain, tight, same, {s}, {count}, 0);
-                CHECK(contents.attend(plain, tight, same, {t, s, u}, {1, count, 4}, 1) == alone);
-                CHECK(contents.attend(roomy, wide, elsewhere, {t, s, u}, {17, count, 2}, 1) == alone);
-                CHECK(contents.attend(roomy, wide, elsewhere, {t, u, s}, {1, 4, count}, 2, true) == alone);
+                for (const bool fresh : {false, true}) {
+                    CAPTURE(fresh);
+                    const std::vector<float> alone = contents.attend(plain, tight, same, {s}, {count}, 0, fresh);
+                    CHECK(contents.attend(plain, tight, same, {t, s, u}, {1, count, 4}, 1, fresh) == alone);
+                    CHECK(contents.attend(roomy, wide, elsewhere, {t, s, u}, {70, count, 2}, 1, fresh) == alone);
+                    CHECK(contents.attend(roomy, wide, elsewhere, {t, u, s}, {1, 4, count}, 2, fresh, true) == alone);
+                }
             }
         }
     }
@@ -356,19 +368,24 @@ TEST_CASE("many short sequences, one long one, more blocks than visits") {
     }
 }
 
-TEST_CASE("a captured step replays while lengths advance, in a workspace that others write to") {
-    const Instance& instance = kInstances[3];
-    const Serving shape{2, 8, 2, 64, 64, 64, 900, false, true};
+namespace {
+
+// Steps of two sequences, of `prompt` and 10 tokens first, in replays of one graph.
+void check_replays(const Instance& instance, uint64_t flags, int prompt, int steps) {
+    const Serving shape{2, 8, 2, 64, 64, 64, prompt + 600, false, true};
     Pair pair(instance, shape);
-    pair.append(0, 300);
+    pair.append(0, prompt);
     pair.append(1, 10);
-    const int rows = 2, dim = instance.dim, steps = 200;
+    const int rows = 2, dim = instance.dim;
     const int32_t ids[] = {0, 1};
-    for (int32_t id : ids) KIVI_OK_(kivi_sequence_reserve(pair.gpu, id, 900, nullptr));
+    for (int32_t id : ids) KIVI_OK_(kivi_sequence_reserve(pair.gpu, id, shape.max_tokens, nullptr));
     Halfs k(int64_t{rows} * shape.kv_heads * dim), v(int64_t{rows} * shape.kv_heads * dim);
     Halfs q(int64_t{rows} * shape.q_heads * dim), out(int64_t{rows} * shape.q_heads * dim);
     Floats wide(int64_t{rows} * shape.q_heads * dim);
     const kivi_batch batch = batch_of(rows, ids, nullptr, 1);
+    kivi_attend_params params;
+    kivi_attend_params_init(&params, sizeof params);
+    params.flags = flags;
     const Workspace on_cpu(pair.cpu, rows, 1), on_gpu(pair.gpu, rows, 1);
     const auto step = [&](const Cache& cache, const Workspace& workspace, kivi_stream stream) {
         const kivi_tensor keys = k.view(cache.device, {rows, 1, shape.kv_heads, dim});
@@ -377,7 +394,7 @@ TEST_CASE("a captured step replays while lengths advance, in a workspace that ot
         const kivi_tensor result = cache.device == KIVI_CPU ? wide.view(KIVI_CPU, {rows, 1, shape.q_heads, dim})
                                                             : out.view(KIVI_CUDA, {rows, 1, shape.q_heads, dim});
         KIVI_OK_(kivi_append(cache, 0, &batch, &keys, &values, stream));
-        KIVI_OK_(kivi_attend(cache, 0, &batch, &queries, &result, nullptr, workspace.data, workspace.bytes, stream));
+        KIVI_OK_(kivi_attend(cache, 0, &batch, &queries, &result, &params, workspace.data, workspace.bytes, stream));
     };
     const Stream stream;
     const Captured captured(stream, [&] { step(pair.gpu, on_gpu, stream); });
@@ -393,6 +410,25 @@ TEST_CASE("a captured step replays while lengths advance, in a workspace that ot
     }
     KIVI_OK_(kivi_synchronize(pair.gpu, stream));
     for (int32_t id : ids) CHECK(pair.gpu.blob(id, stream) == pair.cpu.blob(id));
+}
+
+}  // namespace
+
+TEST_CASE("a captured step replays while lengths advance, in a workspace that others write to") {
+    // The longest one has runs of more than one group (core/cuda/decode_runs.cuh).
+    const struct {
+        Instance instance;
+        uint64_t flags;
+        int prompt, steps;
+    } turns[] = {{kInstances[3], 0, 300, 200},
+                 {kInstances[3], KIVI_ATTEND_INVARIANT, 300, 60},
+                 {kPlainInstances[0], 0, 300, 60},
+                 {kPlainInstances[0], KIVI_ATTEND_INVARIANT, 2100, 60}};
+    for (const auto& turn : turns) {
+        CAPTURE(std::string(turn.instance.name));
+        CAPTURE(turn.flags);
+        check_replays(turn.instance, turn.flags, turn.prompt, turn.steps);
+    }
 }
 
 TEST_CASE("extremes: a key channel at 7000 with queries of 40, a value channel at 60000") {
