@@ -493,6 +493,7 @@ class CudaBackend final : public Backend {
             const DeviceRows& from = *rows.on_device;
             batch.on_device = true;
             batch.max_count = from.max_count;
+            batch.most_pages = blocks_per_sequence(model_);
             batch.sequences = from.sequences;
             batch.counts = from.counts;
             batch.offsets = from.offsets;
@@ -501,7 +502,10 @@ class CudaBackend final : public Backend {
             if (from.offsets != nullptr) check_device_pointer("batch.offsets", from.offsets, device_);
         } else {
             int64_t longest = 0;
-            for (const Row& row : rows) longest = std::max(longest, row.count);
+            for (const Row& row : rows) {
+                longest = std::max(longest, row.count);
+                batch.most_pages = std::max(batch.most_pages, row.block_count);
+            }
             batch.max_count = static_cast<int32_t>(longest);
         }
         for (int32_t first = 0; first < size; first += kRowsAtOnce) {
@@ -574,7 +578,7 @@ class CudaBackend final : public Backend {
         prepare_write(args);
         prepare_attend(args);
         layer.fast = decode_serves(args.key, args.value, shape.q_heads / shape.kv_heads, gpu_.capability);
-        if (layer.fast) prepare_decode(args.key, args.value);
+        if (layer.fast) args.clusters = prepare_decode(args.key, args.value);
         if (layer.fast && has_codes(shape)) {
             args.key.order.order = args.value.order.order = Order::fragment;
             prepare_prefill(args.key, gpu_);

@@ -4,11 +4,13 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "cuda/decode_config.h"
 #include "cuda/decode_instances.h"
 #include "cuda/decode_kernel.cuh"
 #include "cuda/decode_shared.cuh"
+#include "cuda/dependent_launch.cuh"
 #include "cuda/device.h"
 
 namespace kivi::cuda {
@@ -61,7 +63,7 @@ bool aligned(const View& view) {
 fast::Strides strides_of(const View& view) { return {view.row_stride, view.token_stride, view.head_stride, view.ragged}; }
 
 // All but the places in the workspace.
-fast::DecodeArgs arguments(const AttendArgs& args, int32_t multiprocessors) {
+fast::DecodeArgs arguments(const AttendArgs& args, int32_t blocks) {
     const Layer& layer = args.layer;
     const BatchArgs& batch = args.batch;
     fast::DecodeArgs p{};
@@ -76,8 +78,8 @@ fast::DecodeArgs arguments(const AttendArgs& args, int32_t multiprocessors) {
     p.tokens = batch.max_count;
     p.group = fast::Divisor(layer.q_heads / layer.key.heads);
     p.query_rows = fast::Divisor(p.group.by * p.tokens);
-    const int32_t segments = p.batch_rows * p.kv_heads, equal = segments > 0 ? multiprocessors / segments * segments : 0;
-    p.equal_blocks = 10 * equal >= 9 * multiprocessors ? equal : multiprocessors;
+    const int32_t segments = p.batch_rows * p.kv_heads, equal = segments > 0 ? blocks / segments * segments : 0;
+    p.equal_blocks = 10 * equal >= 9 * blocks ? equal : blocks;
     p.sink = static_cast<int32_t>(layer.key.windows.sink);
     p.tail_rows = static_cast<int32_t>(layer.key.tail_rows);
     p.table_stride = static_cast<int32_t>(layer.table_stride);
@@ -137,6 +139,25 @@ BatchArgs part_of(const BatchArgs& batch, int32_t first, int32_t size) {
     return part;
 }
 
+// Segments that may grow longer get more multiprocessors than a cluster has: up to one and a half visits a warp the
+// quicker merge makes up for it.
+template <class C>
+constexpr int64_t kMostInCluster = 3 * fast::kClusterBlocks * C::kWarps * C::kVisitWeight / 2;
+
+// Of a segment on the line of work, until the host binds more pages.
+template <class C>
+int64_t most_weight(const AttendArgs& args) {
+    const TensorStore& key = args.layer.key;
+    const auto visits = [](int64_t rows) { return (rows + C::kWindowTokens - 1) / C::kWindowTokens; };
+    return (visits(key.windows.sink) + visits(key.tail_rows)) * C::kWindowWeight +
+           args.batch.most_pages * (kPageTokens / C::kVisitTokens) * C::kVisitWeight;
+}
+
+template <class C>
+Launch launch_of(unsigned blocks, unsigned cluster_blocks, Stream stream = nullptr) {
+    return {blocks, C::kThreads, sizeof(fast::SharedStorage<C>), stream, cluster_blocks};
+}
+
 }  // namespace
 
 const char* why_not_decode(const TensorStore& key, const TensorStore& value, int32_t ratio, int32_t capability) {
@@ -194,12 +215,16 @@ int32_t decode_max_count(const Layer& layer) {
     return most / (layer.q_heads / layer.key.heads);
 }
 
-void prepare_decode(const TensorStore& key, const TensorStore& value) {
-    with_instances(key, value, [](auto config) {
+int32_t prepare_decode(const TensorStore& key, const TensorStore& value) {
+    int32_t clusters = std::numeric_limits<int32_t>::max();
+    with_instances(key, value, [&](auto config) {
         using C = decltype(config);
         prepare_kernel(fast::decode_kernel<C>, sizeof(fast::SharedStorage<C>));
+        const Launch one = launch_of<C>(fast::kClusterBlocks, fast::kClusterBlocks);
+        clusters = std::min(clusters, most_clusters(fast::decode_kernel<C>, one));
         return false;
     });
+    return clusters;
 }
 
 size_t decode_workspace(const Layer& layer, int32_t rows, int32_t max_count, int32_t multiprocessors) {
@@ -217,19 +242,27 @@ size_t decode_workspace(const Layer& layer, int32_t rows, int32_t max_count, int
 void decode(const AttendArgs& args, int32_t multiprocessors, Stream stream) {
     with_instance(args, [&](auto config) {
         using C = decltype(config);
-        const auto launch = [&](fast::DecodeArgs p, size_t tickets) {
+        const auto launch = [&](fast::DecodeArgs p, size_t tickets, int32_t blocks) {
             p.tickets = reinterpret_cast<unsigned long long*>(args.workspace);
             p.partials = reinterpret_cast<float*>(p.tickets + tickets);
             p.spills = p.partials + size_t(multiprocessors) * 2 * C::kPartialFloats;
-            fast::decode_kernel<C><<<multiprocessors, C::kThreads, sizeof(fast::SharedStorage<C>), stream>>>(p);
+            const unsigned cluster_blocks = p.clustered ? fast::kClusterBlocks : 1;
+            launch_dependent(fast::decode_kernel<C>, launch_of<C>(blocks, cluster_blocks, stream), p);
         };
-        if (!args.invariant) return launch(arguments(args, multiprocessors), size_t(multiprocessors) * C::kRows);
+        if (!args.invariant) {
+            const int32_t segments = args.batch.size * args.layer.key.heads;
+            const bool clustered = segments <= args.layer.clusters && most_weight<C>(args) <= kMostInCluster<C>;
+            const int32_t blocks = clustered ? segments * fast::kClusterBlocks : multiprocessors;
+            fast::DecodeArgs p = arguments(args, blocks);
+            p.clustered = clustered;
+            return launch(p, size_t(multiprocessors) * C::kRows, blocks);
+        }
         const int32_t at_once = rows_with_runs_at_once<C>(args.layer, args.batch.size);
         AttendArgs part = args;
         for (int32_t first = 0; first < args.batch.size; first += at_once) {
             part.batch = part_of(args.batch, first, std::min(at_once, args.batch.size - first));
             launch(arguments(part, multiprocessors),
-                   size_t(part.batch.size) * most_runs_of_a_row<C>(args.layer) * 2 * C::kRows);
+                   size_t(part.batch.size) * most_runs_of_a_row<C>(args.layer) * 2 * C::kRows, multiprocessors);
         }
     });
 }

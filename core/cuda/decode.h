@@ -15,7 +15,8 @@ bool decode_takes(const AttendArgs& args);
 // Tokens that a row can have at most.
 int32_t decode_max_count(const Layer& layer);
 
-void prepare_decode(const TensorStore& key, const TensorStore& value);
+// How many clusters of a layer's kernels can run at the same time: Layer::clusters.
+int32_t prepare_decode(const TensorStore& key, const TensorStore& value);
 // For at most `rows` rows of at most max_count tokens.
 size_t decode_workspace(const Layer& layer, int32_t rows, int32_t max_count, int32_t multiprocessors);
 void decode(const AttendArgs& args, int32_t multiprocessors, Stream stream);

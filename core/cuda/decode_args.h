@@ -22,6 +22,9 @@ struct Divisor {
 // Places on the line of work are below this.
 constexpr int64_t kMaxPlace = 1 << 24;
 
+// Of a cluster, where a launch has clusters.
+constexpr int kClusterBlocks = 8;
+
 // A row of a host batch; read at once, since lanes get their own parameters one after the other.
 struct alignas(8) RowPlace {
     int32_t sequence;  // -1: a row to be skipped
@@ -43,6 +46,7 @@ struct DecodeArgs {
     float cap, cap_rate;  // soft cap * log2(e), and 2 / soft cap; 0: none
     bool on_device, ragged, rotated_keys, rotated_values;
     bool invariant;  // the line is cut into runs
+    bool clustered;  // the launch has a cluster for each segment
     const uint8_t* pages;
     const uint8_t *sink_keys, *sink_values, *tail_keys, *tail_values;
     const void* q;

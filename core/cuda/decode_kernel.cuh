@@ -1,9 +1,10 @@
 // Decode attention over pages in the fragment order and 16-bit windows: one launch, lengths read on the device, no
-// block waits for another.
+// block waits for another, but for those of its cluster, which run at the same time.
 //
 // Each warp takes a piece of the line of work (decode_line.cuh). It has a ring of visits in shared memory, filled by
 // bulk copies, and a softmax of its own. What warps of a block leave of one segment is merged in the block; what
-// blocks leave of one segment is merged by the last of them to arrive (decode_merge.cuh).
+// blocks leave of one segment is merged by the last of them to arrive (decode_merge.cuh), or by the cluster whose it is
+// (decode_cluster.cuh).
 //
 // Codes are operands of the tensor cores as they stand (fragment_order.h): key scales are multiplied into q, value
 // scales into p, mins are products of their own.
@@ -13,6 +14,7 @@
 #include <cstdint>
 
 #include "cuda/decode_args.h"
+#include "cuda/decode_cluster.cuh"
 #include "cuda/decode_instructions.cuh"
 #include "cuda/decode_line.cuh"
 #include "cuda/decode_merge.cuh"
@@ -25,6 +27,7 @@
 #include "cuda/decode_shared.cuh"
 #include "cuda/decode_softmax.cuh"
 #include "cuda/decode_windows.cuh"
+#include "cuda/dependent_launch.cuh"
 #include "cuda/fragment_order.h"
 
 namespace kivi::cuda::fast {
@@ -40,11 +43,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     const int lane = threadIdx.x & 31, worker = threadIdx.x >> 5, warp = worker % 4 * (C::kWarps / 4) + worker / 4;
     const int kv_heads = p.kv_heads, batch_rows = p.batch_rows, rows = p.query_rows.by;
 
-    if (worker < 2) {
-        read_rows<C>(shared, p, worker, lane);
-    } else {
-        touch_parameters(p, worker - 2, C::kWarps - 2);
-    }
+    let_next_kernel_start();
+    touch_parameters(p, worker, C::kWarps);
     const uint32_t full = shared_address(shared.full[warp]);
     if (lane == 0) {
         for (int i = 0; i < C::kStages; ++i) barrier_init(full + 8 * i);
@@ -53,19 +53,16 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     if (lane < 2) shared.deposits[warp + 16 * lane].segment = -1;
     if (C::kWarps < 16 && worker == 0 && (lane & 15) >= C::kWarps) shared.deposits[lane].segment = -1;
     if (threadIdx.x < 16) shared.ones[threadIdx.x] = 0x3C003C00u;
+    wait_for_earlier_kernels();
+    if (worker < 2) read_rows<C>(shared, p, worker, lane);
     __syncthreads();
 
     // Every warp finds its own place on the line.
-    const unsigned total = shared.half_weight[0] + shared.half_weight[1];
-    const unsigned blocks = blocks_for<C>(p, total);
-    const Partition partition(total, max(blocks, 1u));
-    const unsigned block_begin = partition.begin(blockIdx.x);
-    const unsigned block_weight =
-        blockIdx.x < blocks ? partition.quotient + (blockIdx.x < partition.remainder) : 0;
-    const unsigned slice_begin = block_begin + block_weight * warp / C::kWarps;
-    const unsigned slice_end = block_begin + block_weight * (warp + 1) / C::kWarps;
+    const BlockPiece block = find_piece<C>(shared, p);
+    if (threadIdx.x == 0) shared.block = block;
+    const unsigned slice_begin = block.begin + block.weight * warp / C::kWarps;
+    const unsigned slice_end = block.begin + block.weight * (warp + 1) / C::kWarps;
 
-    Units<C> units{};
     if (slice_begin < slice_end) {
         const Slice slice = find_slice<C>(shared, p, slice_begin, slice_end, lane);
         if (lane == 0) shared.slices[warp] = slice;
@@ -78,16 +75,15 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
             queries = fetch_queries<C>(p, shared, first_segment, 0, lane);
         });
         if (lane == 0 && v.segment >= 0) copy_visit<C>(shared, p, v, 0, false, warp);
-        units = prepare_segment<C>(p, shared, queries, first_segment, warp, lane);
+        prepare_segment<C>(p, shared, queries, first_segment, warp, lane);
         if (lane == 0) {
             shared.seen[warp] = seen;
-            shared.from_start[warp] = info_first(v.info);
+            shared.from_start[warp] = info_first(v.info) && !p.clustered;  // a cluster's segment is merged at the end
             shared.next_run[warp] = slice_begin;
         }
     } else if (lane == 0) {
         shared.plan[warp][0].segment = -1;
     }
-    if (threadIdx.x == 0) shared.block = {partition, block_begin, block_weight};
 
     // Rows without tokens: one warp of one block writes their zeros while the first visit's data is on its way.
 #pragma unroll 1
@@ -100,8 +96,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
             for (int i = 0; i < rows; ++i) write_row<C>(p, row, head, i, lane, Row<C>{});
         }
     }
-    if (block_weight == 0) return;
     __syncthreads();
+    if (shared.block.weight == 0 && shared.block.segment < 0) return;
     // All first visits before anyone's second: warps that get their first one late finish late.
     if (slice_begin < slice_end && lane > 0 && lane < C::kStages) {
         const Visit& v = shared.plan[warp][lane];
@@ -148,8 +144,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
                 break;
             }
             if (segment >= 0 && next_segment != segment) {
-                units = prepare_segment<C>(p, shared, fetch_queries<C>(p, shared, next_segment, 0, lane), next_segment,
-                                           warp, lane);
+                prepare_segment<C>(p, shared, fetch_queries<C>(p, shared, next_segment, 0, lane), next_segment, warp,
+                                   lane);
                 if (lane == 0) {
                     const BatchRow& row = shared.rows[row_of(next_segment)];
                     const Extent<C> e(p, row);
@@ -158,7 +154,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
                     shared.from_start[warp] = info_first(info);
                 }
             }
-            if (next_segment != segment) set_factors<C>(state, units, p.scale_log2, lane);
+            if (next_segment != segment) set_factors<C>(state, shared.units[warp], p.scale_log2, lane);
             segment = next_segment;
             clear<C>(state);
             __syncwarp();
@@ -191,8 +187,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         merge_runs<C>(p, shared, worker, lane);
         return;
     }
-    // Merge inside the block; what is shared with other blocks is left in the workspace. A warp a row.
     const BlockPiece piece = shared.block;
+    if (piece.segment >= 0) {
+        merge_cluster<C>(p, shared, piece.segment, worker, lane);
+        return;
+    }
+    // Merge inside the block; what is shared with other blocks is left in the workspace. A warp a row.
     const Seen mine = shared.deposits[lane];
     const unsigned mates = __match_any_sync(kAll, mine.segment);  // lanes with deposits of the same segment
     const bool speaks = mine.segment >= 0 && __ffs(mates) - 1 == lane, begins_here = mine.begin >= piece.begin;

@@ -116,16 +116,16 @@ struct Partition {
 
 // How many blocks share the work. A block's piece is at least as long as the heaviest visit, so at least one visit
 // begins in it. Where there is little work the merge over blocks counts: then blocks begin where segments of equal
-// length do, so that each has a part of one segment only, and segments of up to two visits a warp stay whole.
+// length do, so that each has a part of one segment only, and segments of up to three visits a warp stay whole.
 template <class C>
 __device__ __forceinline__ unsigned blocks_for(const DecodeArgs& p, unsigned total) {
-    constexpr unsigned kWhole = 2 * C::kWarps * C::kVisitWeight;
+    constexpr unsigned kRound = C::kWarps * C::kVisitWeight;  // a visit a warp
     const unsigned grid = gridDim.x, segments = p.batch_rows * p.kv_heads;
     if (total == 0) return 0;
     if (p.invariant) return min(grid, total);
     const unsigned blocks = max(1u, min(grid, total / C::kMaxWeight));
-    if (segments > grid || total >= 2 * kWhole * grid) return blocks;
-    if (total <= segments * kWhole) return min(blocks, segments);
+    if (segments > grid || total >= 4 * kRound * grid) return blocks;
+    if (total <= 3 * segments * kRound) return min(blocks, segments);
     return blocks == grid ? p.equal_blocks : blocks;
 }
 
@@ -136,10 +136,11 @@ struct alignas(16) Slice {
     unsigned head, first;     // the first visit is number `first` of that head
 };
 
-// A block's piece.
+// A block's piece: of the line; or of its cluster's segment, which is -1 elsewhere.
 struct alignas(16) BlockPiece {
     Partition partition;
     unsigned begin, weight;
+    int segment;
 };
 
 // One visit of a warp.

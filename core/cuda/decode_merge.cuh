@@ -85,9 +85,9 @@ template <class C>
 __device__ __forceinline__ void leave_part(float* to, int lane, const Row<C>& r) {
 #pragma unroll
     for (int i = 0; i < C::kRowVectors; ++i) {
-        if (lane_writes<C>(lane)) __stcg(reinterpret_cast<float4*>(to + lane_channel<C>(lane, i)), r.value[i]);
+        if (lane_writes<C>(lane)) *reinterpret_cast<float4*>(to + lane_channel<C>(lane, i)) = r.value[i];
     }
-    if (lane == 0) __stcg(reinterpret_cast<float2*>(to + C::kPartialExponent), make_float2(r.reference, r.sum));
+    if (lane == 0) *reinterpret_cast<float2*>(to + C::kPartialExponent) = make_float2(r.reference, r.sum);
 }
 
 // Merges a row's parts part_at(first) .. part_at(last). They are read from the L2, which blocks share.

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/decode_args.h"
+#include "cuda/decode_cluster.cuh"
 #include "cuda/decode_instructions.cuh"
 #include "cuda/decode_line.cuh"
 #include "cuda/decode_shared.cuh"
@@ -41,6 +42,24 @@ __device__ __forceinline__ void read_rows(SharedStorage<C>& shared, const Decode
     }
     shared.row_begin[r] = end - weight;
     if (lane == 31) shared.half_weight[half] = end;
+}
+
+// Which piece of the line is this block's.
+template <class C>
+__device__ __forceinline__ BlockPiece find_piece(const SharedStorage<C>& shared, const DecodeArgs& p) {
+    if (p.clustered) {
+        const unsigned kv_heads = p.kv_heads, cluster = blockIdx.x / kClusterBlocks, rank = cluster_rank();
+        const unsigned row = divide(cluster, kv_heads), head = cluster - row * kv_heads;
+        const unsigned weight = shared.rows[row].weight;
+        if (weight == 0) return {{}, 0, 0, -1};
+        const unsigned from = weight * rank / kClusterBlocks, to = weight * (rank + 1) / kClusterBlocks;
+        const unsigned begin = shared.row_begin[row] + (row < 32 ? 0 : shared.half_weight[0]) + head * weight;
+        return {{}, begin + from, to - from, segment_of(row, head)};
+    }
+    const unsigned total = shared.half_weight[0] + shared.half_weight[1], blocks = blocks_for<C>(p, total);
+    const Partition partition(total, max(blocks, 1u));
+    const unsigned weight = blockIdx.x < blocks ? partition.quotient + (blockIdx.x < partition.remainder) : 0;
+    return {partition, partition.begin(blockIdx.x), weight, -1};
 }
 
 // The slice from `begin` to `end`, begin inside the line. Its row is the number of rows if no visit begins there.
@@ -83,6 +102,10 @@ __device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const Dec
     Extent<C> e(p, row);
 #pragma unroll 1
     while (i >= e.visits) {  // not in this head
+        if (begin + (head + 1) * row.weight >= s.end) {  // nor in the slice
+            r = batch_rows;
+            break;
+        }
         if (e.visits) {
             // In long segments one step forward is enough.
             const unsigned heads = i < 2 * e.visits ? 1 : divide(i, e.visits);

@@ -142,19 +142,15 @@ __device__ __noinline__ float prepare_queries(RawQueries<C> raw, bool rotated, u
 
 // The same of all tiles of a segment; `first`: of tile 0, if they are there already.
 template <class C>
-struct Units {
-    float of[C::kTiles];
-};
-template <class C>
-__device__ __forceinline__ Units<C> prepare_segment(const DecodeArgs& p, SharedStorage<C>& shared, const RawQueries<C>& first,
-                                                    int segment, int warp, int lane) {
-    Units<C> units;
-    units.of[0] = prepare_queries<C>(first, p.rotated_keys, shared.queries[warp], lane);
-    if constexpr (C::kTiles == 2) {
-        units.of[1] = prepare_queries<C>(fetch_queries<C>(p, shared, segment, 1, lane), p.rotated_keys,
-                                         shared.queries[warp] + C::kPairs, lane);
+__device__ __forceinline__ void prepare_segment(const DecodeArgs& p, SharedStorage<C>& shared, const RawQueries<C>& first,
+                                                int segment, int warp, int lane) {
+#pragma unroll
+    for (int t = 0; t < C::kTiles; ++t) {
+        const RawQueries<C> raw = t == 0 ? first : fetch_queries<C>(p, shared, segment, t, lane);
+        const float unit = prepare_queries<C>(raw, p.rotated_keys, shared.queries[warp] + t * C::kPairs, lane);
+        shared.units[warp][C::kRows == 4 ? lane / 8 : 8 * t + lane / 4] = unit;  // the same of all lanes of a row
     }
-    return units;
+    __syncwarp();
 }
 
 // Both halves of k-steps 2i and 2i + 1.

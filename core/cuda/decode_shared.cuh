@@ -10,6 +10,7 @@ template <class C>
 struct SharedStorage {
     alignas(128) uint8_t ring[C::kWarps][C::kStages][C::kSlotBytes];
     alignas(128) uint32_t queries[C::kWarps][C::kTiles * C::kPairs][C::kQueryLanes][4];
+    float units[C::kWarps][C::kRows];  // 2^(exponent + 24) of the queries
     // Operand rows 4..7 of the product with up to four value mins: their "mins" are 1, which makes them sums of p.
     alignas(128) uint32_t ones[16];
     uint64_t full[C::kWarps][C::kStages];

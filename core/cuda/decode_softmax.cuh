@@ -37,10 +37,10 @@ __device__ __forceinline__ int query_row(int h, int column) {
 constexpr float kHeadroom = 1.5f;
 
 template <class C>
-__device__ __forceinline__ void set_factors(HeadState<C>& s, const Units<C>& units, float scale_log2, int lane) {
+__device__ __forceinline__ void set_factors(HeadState<C>& s, const float (&units)[C::kRows], float scale_log2, int lane) {
 #pragma unroll
     for (int h = 0; h < C::kThreadRows; ++h) {  // of row query_row
-        s.factor[h] = scale_log2 * __shfl_sync(kAll, units.of[h / C::kTileRows], (lane & 3) * 8 + 4 * (h % C::kTileRows));
+        s.factor[h] = scale_log2 * units[query_row<C>(h, lane & 3)];
     }
 }
 // Nothing seen yet.

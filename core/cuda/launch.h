@@ -82,6 +82,7 @@ struct Layer {
     uint32_t* arrivals = nullptr;    // [sequence], of this layer: blocks that have finished the row at hand
     unsigned long long* saturated = nullptr;
     FeedbackTables feedback;
+    int32_t clusters = 0;  // of the decode kernel (decode.h) that can run at the same time
 
     KIVI_HOST_DEVICE const TensorStore& part(Part part) const { return part == Part::key ? key : value; }
     KIVI_HOST_DEVICE int32_t block(int32_t sequence, int64_t page) const {
@@ -101,6 +102,7 @@ struct BatchArgs {
     int32_t size = 0;         // rows of this launch
     int32_t max_count = 0;    // tokens of the longest row
     int32_t least_count = 0;  // rows with fewer are skipped
+    int64_t most_pages = 0;   // of a row, until the host binds more
     // Device arrays; each may be NULL (kivi_batch). Rows begin at first_row.
     bool on_device = false;
     int32_t first_row = 0;

@@ -259,10 +259,11 @@ void check_every_instance(int32_t dtype) {
         CAPTURE(std::string(instance.name));
         const int unit = instance.key_group;
         int turn = 0;
+        // The last has more segments than a GPU has clusters.
         for (const Serving& shape : {Serving{2, 8, 6, 0, 0, unit, 3000, false, false, dtype},
                                      Serving{2, 2, 6, unit, 96, unit, 3000, true, false, dtype},
                                      Serving{1, 8, 6, 2 * unit, 72, unit, 3000, false, true, dtype},
-                                     Serving{3, 6, 6, unit, 5, unit, 3000, true, true, dtype}}) {
+                                     Serving{6, 12, 6, unit, 5, unit, 3000, true, true, dtype}}) {
             CAPTURE(turn++);
             Pair pair(instance, shape);
             const int lengths[] = {0, 3, 64, 333, 1000, 2900};
@@ -428,6 +429,64 @@ TEST_CASE("a captured step replays while lengths advance, in a workspace that ot
         CAPTURE(std::string(turn.instance.name));
         CAPTURE(turn.flags);
         check_replays(turn.instance, turn.flags, turn.prompt, turn.steps);
+    }
+}
+
+TEST_CASE("a chain of calls, each with what the one before it wrote, enqueued at once and replayed") {
+    const Instance& instance = kInstances[0];
+    const Serving shape{2, 8, 3, 32, 32, 32, 12000, false, false};
+    const int dim = instance.dim, links = 24;
+    const int32_t lengths[] = {40, 900, 11000};  // the last is too long for a cluster
+    const int64_t row = int64_t{1} * shape.q_heads * dim;
+    // Row i of x is what link i asks with, and what link i - 1 wrote; the first keys of it are appended as well.
+    const auto run = [&](bool wait, bool replay) {
+        const Cache cache(config_for(instance, shape), KIVI_CUDA);
+        Numbers numbers(5);
+        for (int32_t id = 0; id < 3; ++id) {
+            Floats k(numbers.rows(int64_t{1} * lengths[id] * shape.kv_heads, dim)), v(numbers.rows(int64_t{1} * lengths[id] * shape.kv_heads, dim));
+            const kivi_batch batch = batch_of(1, &id, nullptr, lengths[id]);
+            const kivi_tensor keys = k.view(KIVI_CUDA, {1, lengths[id], shape.kv_heads, dim});
+            const kivi_tensor values = v.view(KIVI_CUDA, {1, lengths[id], shape.kv_heads, dim});
+            KIVI_OK_(kivi_append(cache, 0, &batch, &keys, &values, nullptr));
+            KIVI_OK_(kivi_sequence_reserve(cache, id, lengths[id] + links, nullptr));
+            CUDA_OK(cudaDeviceSynchronize());
+        }
+        Halfs x(row * (links + 1));
+        std::vector<float> start(x.host.size(), NAN);
+        const std::vector<float> first = numbers.rows(shape.q_heads, dim);
+        std::copy(first.begin(), first.end(), start.begin());
+        x.set(start);
+        const Workspace workspace(cache, 1, 1);
+        const Stream stream;
+        const auto chain = [&] {
+            for (int i = 0; i < links; ++i) {
+                const int32_t id = i % 3;
+                const kivi_batch batch = batch_of(1, &id, nullptr, 1);
+                const auto part = [&](int64_t at, int heads) {
+                    kivi_tensor view = x.view(KIVI_CUDA, {1, 1, heads, dim});
+                    view.data = static_cast<uint16_t*>(view.data) + at;
+                    return view;
+                };
+                const kivi_tensor rows = part(i * row, shape.kv_heads), q = part(i * row, shape.q_heads);
+                const kivi_tensor out = part((i + 1) * row, shape.q_heads);
+                if (i % 4 == 1) KIVI_OK_(kivi_append(cache, 0, &batch, &rows, &rows, stream));
+                KIVI_OK_(kivi_attend(cache, 0, &batch, &q, &out, nullptr, workspace.data, workspace.bytes, stream));
+                if (wait) CUDA_OK(cudaStreamSynchronize(stream));
+            }
+        };
+        if (replay) {
+            Captured(stream, chain).replay();
+        } else {
+            chain();
+            CUDA_OK(cudaStreamSynchronize(stream));
+        }
+        return x.download();
+    };
+    const std::vector<float> one_by_one = run(true, false);
+    for (float value : one_by_one) REQUIRE(std::isfinite(value));
+    for (int turn = 0; turn < 3; ++turn) {
+        CHECK(run(false, false) == one_by_one);
+        CHECK(run(false, true) == one_by_one);
     }
 }
 
