@@ -36,11 +36,16 @@ struct Shape {
     }
 };
 
+// Rows so wide that keys and values take turns in one tile.
+constexpr bool one_tile(int stripe_count) { return stripe_count > 2; }
+
 // Wide rows leave shared memory for few queries only.
+constexpr int most_queries(int stripe_count) { return stripe_count == 1 ? 16 : stripe_count == 2 ? 8 : 4; }
+
 int queries_a_block(const Layer& layer, int32_t max_count) {
     const int64_t queries = static_cast<int64_t>(max_count) * ratio(layer);
-    if (max(layer.key.dim, layer.value.dim) > 2 * kStripe) return 4;
-    return queries <= 4 ? 4 : queries <= 8 ? 8 : 16;
+    const int most = most_queries(stripes(max(layer.key.dim, layer.value.dim)));
+    return queries <= 4 ? 4 : queries <= 8 ? min(8, most) : most;
 }
 
 Shape shape_of(const Layer& layer, int32_t rows, int32_t max_count) {
@@ -90,7 +95,8 @@ struct Team {
     int thread, threads;
 };
 
-__device__ float decode(uint32_t code, const GroupParams& params) {
+// decode() of quantize.h.
+__device__ float decode_code(uint32_t code, const GroupParams& params) {
     const float number = __uint_as_float(0x4B000000u | code) - 8388608.0f;  // 2^23: sooner done than a conversion
     return fmaf(number, params.scale, params.min);
 }
@@ -107,7 +113,7 @@ __device__ void decode_slab(const uint8_t* from, const GroupParams& params, int 
     for (int t = 0; t < kTile; ++t) {
         const int bit = t * BITS;
         const uint32_t code = __funnelshift_r(word[bit / 32], word[bit / 32 + 1], bit % 32) & ((1u << BITS) - 1);
-        to[min(static_cast<unsigned>(t - skip), unsigned{kTile}) * stride] = decode(code, params);
+        to[min(static_cast<unsigned>(t - skip), unsigned{kTile}) * stride] = decode_code(code, params);
     }
 }
 
@@ -126,7 +132,7 @@ __device__ void decode_eight(const uint8_t* from, const GroupParams& params, flo
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const int bit = i * BITS;
-        to[i] = decode((bit < 32 ? low >> bit : high >> (bit - 32)) & ((1u << BITS) - 1), params);
+        to[i] = decode_code((bit < 32 ? low >> bit : high >> (bit - 32)) & ((1u << BITS) - 1), params);
     }
 }
 
@@ -148,7 +154,7 @@ __device__ void decode_packed(const TensorStore& store, const uint8_t* part, int
                 FragmentOrder::read<decltype(of)::value>(order, part, block, i, [&](int t, int c, int code) {
                     const int offset = at.offset(t, c);
                     const GroupParams params = load_params(order, part, at.scales + offset, at.mins + offset);
-                    if (t >= skip && t < skip + count) to[(t - skip) * stride + c] = decode(static_cast<uint32_t>(code), params);
+                    if (t >= skip && t < skip + count) to[(t - skip) * stride + c] = decode_code(code, params);
                 });
             }
         });
@@ -168,13 +174,13 @@ __device__ void decode_packed(const TensorStore& store, const uint8_t* part, int
         }
         return;
     }
-    const int eights = dim / 8, last = canonical_place(order.spec, dim, 0, dim - 1).group;  // group of a row
+    const int eights = dim / 8, groups_a_row = canonical_place(order.spec, dim, 0, dim - 1).group + 1;
     const int shift = order.spec.group == KIVI_GROUP_HEAD ? 31 : 31 - __clz(order.spec.group);
     // Neighbouring threads have neighbouring tokens: their rows begin in different banks.
     for (int i = team.thread; i < kTile * eights; i += team.threads) {
         const int t = i % kTile, c = i / kTile * 8;
         if (t >= count) continue;
-        const int param = ((first + t) * (last + 1) + (c >> shift)) * scale_bytes;
+        const int param = ((first + t) * groups_a_row + (c >> shift)) * scale_bytes;
         const GroupParams params = load_params(order, part, scales + param, mins + param);
         const uint8_t* const from = part + ((first + t) * eights + c / 8) * bits;
         with_bits(bits, [&](auto of) { decode_eight<decltype(of)::value>(from, params, to + t * stride + c); });
@@ -224,27 +230,30 @@ __device__ void load_tile(const Layer& layer, const TensorStore& store, const Vi
 }
 
 // Positions that a query sees.
-struct alignas(16) Seen {
+struct alignas(16) SeenPositions {
     int64_t first, last;
 };
 
-// Shared memory: what queries see, queries, one tile of keys and of values, weights of the tile, results of the group and of
-// all. Tiles have one row more, see decode_slab.
+// Shared memory: what queries see, queries, weights of a tile, results of the group and of all, one tile of keys and one of
+// values (or one of both, see one_tile). Tiles have one row more, see decode_slab.
 struct Shared {
-    Seen* seen;
+    SeenPositions* seen;
     float *queries, *keys, *values, *weights, *shrink, *group, *whole;
 };
 
-size_t shared_floats(const Layer& layer, int queries) {
-    const int key = layer.key.dim, value = layer.value.dim;
-    return static_cast<size_t>(queries) * (sizeof(Seen) / sizeof(float) + key + 2 * value + kTile + 2) +
-           static_cast<size_t>(kTile + 1) * (key + value + 2);
+constexpr size_t shared_bytes(int key_dim, int value_dim, int queries, int stripe_count) {
+    const int widest = key_dim > value_dim ? key_dim : value_dim;
+    const int columns = one_tile(stripe_count) ? widest + 1 : key_dim + value_dim + 2;
+    return queries * (sizeof(SeenPositions) + (key_dim + 2 * value_dim + kTile + 2) * sizeof(float)) +
+           (kTile + 1) * columns * sizeof(float);
 }
+constexpr size_t kSharedBytes = 99 * 1024;  // of a block, on every GPU from compute capability 8.0 on
 
-// Blocks that a multiprocessor must be able to hold: as many as its shared memory does.
+// Blocks that a multiprocessor must be able to hold, which limits the registers of a thread: as many as have room in 227 KB
+// of shared memory, but for 8 and 16 queries of one stripe, which would spill.
 constexpr int resident_blocks(int queries, int stripe_count) {
     if (stripe_count == 1) return queries == 4 ? 5 : 3;
-    return stripe_count == 2 && queries < 16 ? 2 : 1;
+    return 2;
 }
 
 // Grid: x = part + parts * tile, y = KV head, z = row. QUERIES a block; thread c owns
@@ -257,14 +266,14 @@ attend_kernel(const __grid_constant__ AttendArgs args, const __grid_constant__ S
     const Layer& layer = args.layer;
     const int key_dim = layer.key.dim, value_dim = layer.value.dim;
     Shared shared;
-    shared.seen = reinterpret_cast<Seen*>(memory);
+    shared.seen = reinterpret_cast<SeenPositions*>(memory);
     shared.queries = reinterpret_cast<float*>(shared.seen + QUERIES);
     shared.group = shared.queries + QUERIES * key_dim;
     shared.whole = shared.group + QUERIES * value_dim;
     shared.weights = shared.whole + QUERIES * value_dim;
     shared.shrink = shared.weights + QUERIES * kTile;
     shared.keys = shared.shrink + 2 * QUERIES;
-    shared.values = shared.keys + (kTile + 1) * (key_dim + 1);
+    shared.values = one_tile(STRIPES) ? shared.keys : shared.keys + (kTile + 1) * (key_dim + 1);
 
     const RowArg row = row_of(args.batch, blockIdx.z);
     const int tile = blockIdx.x / shape.parts(), part = blockIdx.x % shape.parts();
@@ -290,7 +299,7 @@ attend_kernel(const __grid_constant__ AttendArgs args, const __grid_constant__ S
     for (int q = warp; q < QUERIES; q += kWarps) {
         WarpRow<STRIPES> x;
         x.clear();
-        Seen seen{1, 0};
+        SeenPositions seen{1, 0};
         if (q < queries) {
             const Query query(args, row, span, head, first_query + q);
             seen = {query.first, query.last};
@@ -357,11 +366,17 @@ attend_kernel(const __grid_constant__ AttendArgs args, const __grid_constant__ S
             const int64_t end = min(chunk_end, min(run_end(layer.key, span, position, total),
                                                    run_end(layer.value, span, position, total)));
             const int count = static_cast<int>(end - position);
-            // Half of the block loads keys, the other half values.
-            const bool keys = threadIdx.x < kThreads / 2;
-            load_tile<STRIPES>(layer, keys ? layer.key : layer.value, keys ? args.k : args.v, row, span, head, position,
-                               count, keys ? shared.keys : shared.values, (keys ? key_dim : value_dim) + 1,
-                               {static_cast<int>(threadIdx.x % (kThreads / 2)), kThreads / 2});
+            const auto load = [&](bool keys, const Team& team) {
+                load_tile<STRIPES>(layer, keys ? layer.key : layer.value, keys ? args.k : args.v, row, span, head,
+                                   position, count, keys ? shared.keys : shared.values,
+                                   (keys ? key_dim : value_dim) + 1, team);
+            };
+            const int thread = static_cast<int>(threadIdx.x);
+            if constexpr (one_tile(STRIPES)) {
+                load(true, {thread, kThreads});
+            } else {  // half of the block loads keys, the other half values
+                load(thread < kThreads / 2, {thread % (kThreads / 2), kThreads / 2});
+            }
             __syncthreads();
 
             // Scores: lane t has position t, a warp its queries.
@@ -372,7 +387,7 @@ attend_kernel(const __grid_constant__ AttendArgs args, const __grid_constant__ S
                 const int t = lane();
                 float score = -infinity();
                 if (q < queries && t < count) {
-                    const Seen seen = shared.seen[q];
+                    const SeenPositions seen = shared.seen[q];
                     if (position + t >= seen.first && position + t <= seen.last) {
                         const float* const x = shared.keys + t * (key_dim + 1);
                         const float4* const y = reinterpret_cast<const float4*>(shared.queries + q * key_dim);
@@ -403,6 +418,10 @@ attend_kernel(const __grid_constant__ AttendArgs args, const __grid_constant__ S
                 if (t == 0) shared.shrink[q] = shrink;
             }
             hidden = __syncthreads_or(hidden);
+            if constexpr (one_tile(STRIPES)) {
+                load(false, {thread, kThreads});
+                __syncthreads();
+            }
 
 #pragma unroll
             for (int v = 0; v < STRIPES; ++v) {
@@ -521,15 +540,15 @@ add_parts_kernel(const __grid_constant__ AttendArgs args, const __grid_constant_
 
 template <int QUERIES, int STRIPES>
 void prepare_sizes() {
-    Layer widest;
-    widest.key.dim = widest.value.dim = STRIPES * kStripe;
-    prepare_kernel(attend_kernel<QUERIES, STRIPES>, shared_floats(widest, QUERIES) * sizeof(float));
+    constexpr size_t kBytes = shared_bytes(STRIPES * kStripe, STRIPES * kStripe, QUERIES, STRIPES);
+    static_assert(kBytes <= kSharedBytes);
+    prepare_kernel(attend_kernel<QUERIES, STRIPES>, kBytes);
     prepare_kernel(add_parts_kernel<QUERIES, STRIPES>, 0);
 }
 
 template <int QUERIES, int STRIPES>
 void launch(const AttendArgs& args, const Shape& shape, Stream stream) {
-    const size_t bytes = shared_floats(args.layer, QUERIES) * sizeof(float);
+    const size_t bytes = shared_bytes(args.layer.key.dim, args.layer.value.dim, QUERIES, STRIPES);
     const unsigned y = args.layer.key.heads, z = args.batch.size;
     const unsigned x = shape.tiles * shape.parts();
     attend_kernel<QUERIES, STRIPES><<<dim3(x, y, z), kThreads, bytes, stream>>>(args, shape);
@@ -537,19 +556,21 @@ void launch(const AttendArgs& args, const Shape& shape, Stream stream) {
     add_parts_kernel<QUERIES, STRIPES><<<dim3(shape.tiles, y, z), kThreads, 0, stream>>>(args, shape);
 }
 
-// visit(QUERIES, STRIPES) as integral constants, for what queries_a_block can give.
+// visit(QUERIES, STRIPES) as integral constants; at most most_queries of them.
 template <class Visit>
 void with_sizes(int queries, int stripe_count, const Visit& visit) {
     using std::integral_constant;
-    if (stripe_count > 2) return visit(integral_constant<int, 4>{}, integral_constant<int, 4>{});
-    const auto with_queries = [&](auto stripes_of) {
-        switch (queries) {
-            case 4: return visit(integral_constant<int, 4>{}, stripes_of);
-            case 8: return visit(integral_constant<int, 8>{}, stripes_of);
-            default: return visit(integral_constant<int, 16>{}, stripes_of);
-        }
-    };
-    stripe_count == 1 ? with_queries(integral_constant<int, 1>{}) : with_queries(integral_constant<int, 2>{});
+    const integral_constant<int, 4> four;
+    const integral_constant<int, 8> eight;
+    if (stripe_count > 2) return visit(four, four);
+    if (stripe_count == 2) {
+        const integral_constant<int, 2> two;
+        return queries == 4 ? visit(four, two) : visit(eight, two);
+    }
+    const integral_constant<int, 1> one;
+    if (queries == 4) return visit(four, one);
+    if (queries == 8) return visit(eight, one);
+    return visit(integral_constant<int, 16>{}, one);
 }
 
 }  // namespace
