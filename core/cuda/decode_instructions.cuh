@@ -100,9 +100,12 @@ __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, uint32_
         "l"(from), "r"(bytes), "r"(bar)
         : "memory");
 }
-// 16 bytes by the thread itself, and the end of all such copies of the thread.
+// 16 or 4 bytes by the thread itself, and the end of all such copies of the thread.
 __device__ __forceinline__ void copy16(uint32_t to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy4(uint32_t to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Shared memory that threads have written and the copy engine writes next.

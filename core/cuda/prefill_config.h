@@ -119,9 +119,10 @@ struct Walk {
         position -= packed;
         if (position < tail) return pieces(sink) + pieces(packed) + position / C::kTokens;
         position -= tail + done.fresh;
-        const int before = pieces(sink) + pieces(packed) + pieces(tail);
-        return position < 0 ? before - 1 : before + position / C::kTokens;
+        return position < 0 ? fresh_begin() - 1 : fresh_begin() + position / C::kTokens;
     }
+    // The first piece of keys and values of the call.
+    __device__ int fresh_begin() const { return pieces(sink) + pieces(packed) + pieces(tail); }
     __device__ Piece operator[](int number) const {
         int first = 0;
         if (number < pieces(sink)) return piece(Kind::sink, first, number, sink);
@@ -195,10 +196,12 @@ struct SharedStorage {
     RowArg row;
     Walk<C> walk;
     Visible visible;
-    int begin, end;  // of the block's pieces
-    int rows;        // that exist
+    int rows;          // that exist
     bool has_results;  // whether prefill_pages.cuh leaves them to this block
-    int next_block;  // of the next piece to be fetched, if that is of a page; the first thread's
+    // Numbers of pieces: of the block's; the first of the call; those, and before them the results, that are in the basis
+    // of storage, if that is not the caller's.
+    int begin, end, fresh_begin, stored_begin, stored_end;
+    int next_block;    // of the next piece to be fetched, if that is of a page; the first thread's
 };
 
 // What warps leave at the end, in place of stage and operands.

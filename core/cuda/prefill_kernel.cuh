@@ -50,33 +50,38 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) prefill_kernel(const 
             shared.end = number + pieces * (part + 1) / p.parts;
             shared.rows = rows;
             shared.has_results = part == 0 && walk.done.packed + walk.done.fresh > 0;
+            shared.fresh_begin = walk.fresh_begin();
+            const bool rotated = layer.key.rotated() || layer.value.rotated();
+            shared.stored_begin = shared.begin - (shared.has_results ? 1 : 0);
+            shared.stored_end = rotated ? min(shared.end, shared.fresh_begin) : shared.stored_begin;
             for (uint64_t& full : shared.full) fast::barrier_init(fast::shared_address(&full));
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         }
         number += pieces * part / p.parts;
     }
     __syncthreads();
-    const auto block_of = [&](int number) {
+    // By the first thread, which waits for its copies before it fetches the piece.
+    const auto find_block = [&](int number) {
+        if (threadIdx.x != 0) return;
         const Piece piece = shared.walk[number];
-        const int slot = piece.position - static_cast<int>(layer.key.windows.sink);
-        return piece.kind == Kind::page ? layer.block(shared.row.sequence, slot / kPageTokens) : 0;
+        const int page = (piece.position - static_cast<int>(layer.key.windows.sink)) / kPageTokens;
+        if (piece.kind != Kind::page) return;
+        fast::copy4(fast::shared_address(&shared.next_block),
+                    &layer.table[shared.row.sequence * layer.table_stride + page]);
     };
 
     const auto fetch_piece = [&](int number, int stage) {
         if (number >= shared.end) return;
-        const Piece piece = shared.walk[number];
-        if (rarely(piece.kind == Kind::fresh)) {
-            fetch_fresh(p, shared, stage, head, piece);
+        if (rarely(number >= shared.fresh_begin)) {
+            fetch_fresh(p, shared, stage, head, shared.walk[number]);
         } else if (warp == 0) {
-            fetch(p, shared, stage, head, piece, shared.next_block);
+            fetch(p, shared, stage, head, shared.walk[number], threadIdx.x == 0 ? shared.next_block : 0);
         }
-    };
-    const auto find_block = [&](int number) {
-        if (threadIdx.x == 0) shared.next_block = block_of(number);
     };
 
     for (int i = 0; i < C::kStages; ++i) {
         find_block(number + i);
+        fast::wait_for_copies();
         fetch_piece(number + i, i);
     }
     find_block(number + C::kStages);
@@ -84,8 +89,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) prefill_kernel(const 
     __syncthreads();
     // What the queries are multiplied with, and what has been summed, is as the cache stores it or as the caller has it.
     const auto in_stored_basis = [&](int number) {
-        if (number >= shared.end || !(layer.key.rotated() || layer.value.rotated())) return false;
-        return number < shared.begin ? shared.has_results : shared.walk[number].kind != Kind::fresh;
+        return number >= shared.stored_begin && number < shared.stored_end;
     };
     State<C> state;
     clear(state, shared);
