@@ -20,10 +20,11 @@ void launch(const AttendArgs& args, bool decodes, const Gpu& gpu, Stream stream)
     }
 }
 
-// Rows of `count` to the returned number of tokens are of one kernel and instance.
-int32_t alike_until(const Layer& layer, int32_t count) {
-    if (count <= decode_max_count(layer)) return count;
-    return count <= prefill_few_count(layer) ? prefill_few_count(layer) : INT32_MAX;
+// Calls of `count` to the returned number of tokens a row are of one kernel and instance.
+int32_t alike_until(const AttendArgs& args, int32_t count) {
+    if (decode_reads(args) && count <= decode_max_count(args.layer)) return count;
+    const int32_t few = prefills(args.layer) ? prefill_few_count(args.layer) : 0;
+    return count <= few ? few : INT32_MAX;
 }
 
 // Leaves rows of least .. most tokens; whether there can be any.
@@ -44,11 +45,15 @@ bool keep_rows(BatchArgs& batch, int32_t least, int32_t most) {
 }  // namespace
 
 void attend_call(const AttendArgs& args, bool decodes, const Gpu& gpu, Stream stream) {
-    if (!args.invariant || !decodes) return launch(args, decodes, gpu, stream);
-    // Which kernel a row takes must not depend on the rows beside it: one launch for those of a kind.
+    // One launch for rows of a kind. Under the flag, because the kernel that a row takes must not depend on the rows beside
+    // it; and for 16-bit pages, because no other fast kernel takes rows of different counts.
+    const bool prefilled = prefills(args.layer) && prefill_reads(args);
+    const bool apart = decodes && (args.invariant ? decode_reads(args) || prefilled
+                                                  : decode_reads(args) && !prefills(args.layer));
+    if (!apart) return launch(args, decodes, gpu, stream);
     AttendArgs part = args;
     for (int64_t least = 1, most; least <= args.batch.max_count; least = most + 1) {
-        most = alike_until(args.layer, static_cast<int32_t>(least));
+        most = alike_until(args, static_cast<int32_t>(least));
         part.batch = args.batch;
         if (!keep_rows(part.batch, static_cast<int32_t>(least), static_cast<int32_t>(most))) continue;
         launch(part, decodes, gpu, stream);

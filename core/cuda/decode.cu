@@ -19,7 +19,7 @@ namespace {
 // Compute capabilities with bulk copies and 227 KB of shared memory a block: from 9.0 to below 12.0.
 constexpr int32_t kFirstCapability = 90, kEndCapability = 120;
 constexpr int64_t kMaxTokens = 1 << 24;  // places on the line of work are 32-bit
-constexpr size_t kRoomForRuns = size_t{128} << 20;  // bytes; rows with more runs come in several launches
+constexpr size_t kRoomForRuns = size_t{32} << 20;  // bytes; rows with more runs come in several launches
 
 int value_group(const TensorStore& value) {
     return value.spec().group == KIVI_GROUP_HEAD ? value.dim : value.spec().group;
@@ -53,11 +53,6 @@ bool with_instance(const AttendArgs& args, const Visit& visit) {
         visit(config);
         return true;
     });
-}
-
-bool aligned(const View& view) {
-    return reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.token_stride % 8 == 0 &&
-           view.head_stride % 8 == 0 && (view.ragged || view.row_stride % 8 == 0);
 }
 
 fast::Strides strides_of(const View& view) { return {view.row_stride, view.token_stride, view.head_stride, view.ragged}; }
@@ -185,12 +180,14 @@ bool decode_serves(const TensorStore& key, const TensorStore& value, int32_t rat
     return *why_not_decode(key, value, ratio, capability) == 0;
 }
 
+bool decode_reads(const AttendArgs& args) {
+    const int32_t dtype = args.layer.key.window_dtype;
+    return !args.k && !args.v && args.q.dtype == dtype && args.out.dtype == dtype && aligned(args.q) && aligned(args.out);
+}
+
 bool decode_takes(const AttendArgs& args) {
     const Layer& layer = args.layer;
-    if (!with_instance(args, [](auto) {})) return false;
-    if (args.k || args.v) return false;
-    if (args.q.dtype != layer.key.window_dtype || args.out.dtype != layer.key.window_dtype) return false;
-    if (!aligned(args.q) || !aligned(args.out)) return false;
+    if (!decode_reads(args) || !with_instance(args, [](auto) {})) return false;
     if (!args.invariant &&
         args.batch.size * static_cast<int64_t>(layer.key.heads) * layer.max_tokens > int64_t{64} * kMaxTokens) {
         return false;
@@ -199,9 +196,9 @@ bool decode_takes(const AttendArgs& args) {
         return args.batch.counts == nullptr || args.batch.max_count == 1 || args.batch.least_count == args.batch.max_count;
     }
     for (int32_t i = 0; i < args.batch.size; ++i) {
-        const int32_t count = args.batch.rows[i].count;
-        if (count != 0 && count != args.batch.max_count) return false;
-        if (args.batch.rows[i].offset >= int64_t{1} << 31) return false;
+        const RowArg& row = args.batch.rows[i];
+        if (row.count == 0) continue;
+        if (row.count != args.batch.max_count || row.offset >= int64_t{1} << 31) return false;
     }
     return true;
 }

@@ -1,16 +1,19 @@
-// Attention of few query rows over the fragment order of pages: what the host calls.
+// Attention of few query rows over pages in the fragment order or of 16 bits: what the host calls.
 #pragma once
 #include "cuda/launch.h"
 
 namespace kivi::cuda {
 
 // Whether the layer has a kernel on GPUs of this compute capability (10 * major + minor). Its pages then stand in
-// the fragment order. `ratio`: query heads of a KV head.
+// the fragment order, but for those of 16 bits. `ratio`: query heads of a KV head.
 bool decode_serves(const TensorStore& key, const TensorStore& value, int32_t ratio, int32_t capability);
 // The same in words: "" or what is missing.
 const char* why_not_decode(const TensorStore& key, const TensorStore& value, int32_t ratio, int32_t capability);
 
-// Whether a call on such a layer can be taken: few enough rows of the window dtype, aligned, no fresh keys and values.
+// Whether the kernel reads what a call on such a layer brings: q and out in the window dtype and aligned, no fresh keys and
+// values.
+bool decode_reads(const AttendArgs& args);
+// Whether it takes the call: its rows have the same number of tokens, or none, and few enough.
 bool decode_takes(const AttendArgs& args);
 // Tokens that a row can have at most.
 int32_t decode_max_count(const Layer& layer);

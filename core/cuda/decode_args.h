@@ -19,9 +19,6 @@ struct Divisor {
     KIVI_HOST_DEVICE uint32_t quotient(uint32_t x) const { return x * reciprocal >> 16; }  // x * by <= 2^16
 };
 
-// Places on the line of work are below this.
-constexpr int64_t kMaxPlace = 1 << 24;
-
 // Of a cluster, where a launch has clusters.
 constexpr int kClusterBlocks = 8;
 

@@ -47,7 +47,7 @@
     X(BF16, 256, 3, 2, 64, 64, 8, 8, 1, 1)                                 \
     X(BF16, 256, 4, 4, 32, 32, 8, 8, 1, 1) /* kivi4 of wide heads */
 
-// The preset f16, of which groups and blocks say nothing.
+// The preset f16: rows have no groups. One value group a head; hidden pages are skipped in steps of 32 tokens, the key group.
 #define KIVI_DECODE_PLAIN(X, BF16)                \
     X(BF16, 64, 16, 16, 32, 64, 8, 12, 1, 1)      \
     X(BF16, 64, 16, 16, 32, 64, 16, 12, 1, 1)     \

@@ -1,5 +1,5 @@
-// Decode attention over pages in the fragment order and 16-bit windows: one launch, lengths read on the device, no
-// block waits for another, but for those of its cluster, which run at the same time.
+// Decode attention over pages in the fragment order or of 16 bits, and over 16-bit windows: one launch, lengths read on
+// the device, no block waits for another, but for those of its cluster, which run at the same time.
 //
 // Each warp takes a piece of the line of work (decode_line.cuh). It has a ring of visits in shared memory, filled by
 // bulk copies, and a softmax of its own. What warps of a block leave of one segment is merged in the block; what

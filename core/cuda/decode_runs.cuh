@@ -39,6 +39,7 @@ __device__ __forceinline__ bool completes(const DecodeArgs& p, unsigned first, b
         last = take_tickets(ticket, more) + more == all;
         if (last) *ticket = kFresh;
     }
+    __syncwarp();  // what the ticket makes visible is so for all lanes
     return __shfl_sync(kAll, last, 0);
 }
 

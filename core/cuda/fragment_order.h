@@ -134,7 +134,7 @@ struct FragmentSizes {
     }
 };
 
-// Specs that have this order: see decode_instances.h. PageOrder and the functions are those of page_order.h.
+// Specs that have this order: see decode_instances.h, but for those of 16 bits. PageOrder and the functions are those of page_order.h.
 template <class PageOrder>
 struct FragmentOrderOf {
     // `tokens` is a multiple of 32 here, and so is `first` below.

@@ -100,7 +100,7 @@ struct RowArg {
 constexpr int kRowsAtOnce = 64;  // larger batches take several launches
 struct BatchArgs {
     int32_t size = 0;         // rows of this launch
-    int32_t max_count = 0;    // tokens of the longest row
+    int32_t max_count = 0;    // tokens of the longest row; on the device, rows with more are skipped
     int32_t least_count = 0;  // rows with fewer are skipped
     int64_t most_pages = 0;   // of a row, until the host binds more
     // Device arrays; each may be NULL (kivi_batch). Rows begin at first_row.
@@ -162,9 +162,14 @@ struct AttendArgs {
     int64_t window_left = -1;
     const float* learned_sinks = nullptr;
     float* workspace = nullptr;
-    bool invariant = false;  // KIVI_ATTEND_INVARIANT: rows of one batch that need different kernels come one by one
+    bool invariant = false;  // KIVI_ATTEND_INVARIANT: rows of a batch that need different kernels have launches of their own
     BatchArgs batch;
 };
+// Whether rows of 16-bit elements begin at multiples of 16 bytes, as the fast kernels read and write them.
+inline bool aligned(const View& view) {
+    return reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.token_stride % 8 == 0 &&
+           view.head_stride % 8 == 0 && (view.ragged || view.row_stride % 8 == 0);
+}
 void prepare_attend(const Layer& layer);  // likewise
 size_t attend_workspace(const Layer& layer, int32_t rows, int32_t max_count);
 void attend(const AttendArgs& args, Stream stream);

@@ -1,7 +1,7 @@
 // Where codes and parameters stand inside one tensor's part of a page on the GPU: pure functions of both sides.
 //
 // canonical   the order of export (format/layout.h): serves every spec
-// fragment    the order of tensor core operands (fragment_order.h): where decode.h has a kernel
+// fragment    the order of tensor core operands (fragment_order.h): where decode.h has a kernel for 2 to 4 bits
 //
 // Packers write through an order's `write`: the codes of some tokens are cut into pieces that belong to these
 // tokens alone (words, or bytes where a row ends inside a word), and any thread can write any piece.

@@ -42,11 +42,6 @@ void with_config(const TensorStore& key, bool few, const Visit& visit) {
 
 bool few_rows(const Layer& layer, int32_t max_count) { return max_count <= prefill_few_count(layer); }
 
-bool aligned(const View& view) {
-    return reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.token_stride % 8 == 0 &&
-           view.head_stride % 8 == 0 && (view.ragged || view.row_stride % 8 == 0);
-}
-
 // How the query rows of a call are cut into blocks.
 template <class C>
 struct Cut {
@@ -83,15 +78,18 @@ struct PageCut {
 
 }  // namespace
 
-bool prefill_takes(const AttendArgs& args) {
+bool prefill_reads(const AttendArgs& args) {
     const Layer& layer = args.layer;
     const int32_t dtype = layer.key.window_dtype;
     bool served = false;
     with_config(layer.key, true, [&](auto) { served = true; });
-    if (!served) return false;
-    if (args.q.dtype != dtype || !aligned(args.q)) return false;
-    if (args.k && (args.k.dtype != dtype || args.v.dtype != dtype || !aligned(args.k) || !aligned(args.v))) return false;
-    return (layer.max_tokens + args.batch.max_count) * int64_t{ratio(layer)} < kMaxTokens;
+    if (!served || args.q.dtype != dtype || !aligned(args.q)) return false;
+    return !args.k || (args.k.dtype == dtype && args.v.dtype == dtype && aligned(args.k) && aligned(args.v));
+}
+
+bool prefill_takes(const AttendArgs& args) {
+    const Layer& layer = args.layer;
+    return prefill_reads(args) && (layer.max_tokens + args.batch.max_count) * int64_t{ratio(layer)} < kMaxTokens;
 }
 
 int32_t prefill_few_count(const Layer& layer) { return kFewRows / ratio(layer); }

@@ -6,7 +6,10 @@
 
 namespace kivi::cuda {
 
-// Whether a call on such a layer can be taken: q, and keys and values of the call, in the window dtype and aligned.
+// Whether the kernel reads what a call on such a layer brings: q, and keys and values of the call, in the window dtype and
+// aligned.
+bool prefill_reads(const AttendArgs& args);
+// Whether it takes the call: positions times rows are small enough.
 bool prefill_takes(const AttendArgs& args);
 
 // Up to so many tokens a row, calls take the instance for few rows.

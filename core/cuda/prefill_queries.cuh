@@ -36,11 +36,9 @@ struct QueryRow {
 #pragma unroll
             for (int k = 0; k < 8; ++k) largest = fmaxf(largest, fabsf(x[i][k]));
         }
-        largest = fmaxf(largest, __shfl_xor_sync(fast::kAll, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(fast::kAll, largest, 2));
-        const int exponent = min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 126, -90), 90);
-        const float down = __uint_as_float(static_cast<unsigned>(127 - exponent) << 23);
-        unit = __uint_as_float(static_cast<unsigned>(127 + exponent) << 23);
+        const int exponent = fast::exponent_of(largest, -90);
+        const float down = fast::power_of_two(-exponent);
+        unit = fast::power_of_two(exponent);
 #pragma unroll
         for (int i = 0; i < C::kPairs; ++i) {
 #pragma unroll
