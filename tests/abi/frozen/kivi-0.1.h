@@ -308,7 +308,10 @@ typedef struct kivi_support {
 } kivi_support;
 
 /* What create would say to `layer` of this config and which code would serve it. [SUPPORT-1] Returns
- * KIVI_OK with supported 0 and the reason for a well-formed config that create refuses. */
+ * KIVI_OK with supported 0 and the reason for a well-formed config that create refuses. On CUDA the fast path
+ * serves calls whose q and out (and fresh k and v) are of window_dtype with rows on multiples of 16 bytes.
+ * Other calls on the layer take the general one; with 16 bits so do those with fresh k and v, or with more
+ * than 16 (at head dim 256, 8) queries times query heads a KV head. */
 KIVI_API kivi_status kivi_query_support(const kivi_config *config, int32_t layer, kivi_support *support,
                                         size_t struct_size);
 
@@ -456,7 +459,8 @@ KIVI_API kivi_status kivi_attend(const kivi_cache *cache, int32_t layer, const k
                                  kivi_stream stream);
 
 /* Bytes that suffice for any attend on `layer` (-1: any layer) of at most `rows` rows with at most
- * `max_count` queries each, at any length the cache can hold. Memory of the cache's device. */
+ * `max_count` queries each, at any length the cache can hold. Memory of the cache's device; calls that follow
+ * each other can share it. On CUDA mostly up to some 40 MB, more only for sequences of millions of tokens. */
 KIVI_API kivi_status kivi_attend_workspace(const kivi_cache *cache, int32_t layer, int32_t rows,
                                            int32_t max_count, size_t *bytes);
 
