@@ -58,6 +58,12 @@ def measure(peer, batch, q_heads, kv_heads, tokens, dim, q_len):
     return statistics.median(times) / calls, bytes_of
 
 
+def save(cases, path):
+    with open(path, "w") as lines:
+        for c in cases:
+            lines.write(json.dumps(c) + "\n")
+
+
 def main():
     path = sys.argv[1]
     with open(path) as lines:
@@ -85,9 +91,7 @@ def main():
             gbps = size / us / 1e3
             cases.append({"suite": "attend", "table": "peer", "case": what, "median_us": round(us, 3), "bytes": size,
                           "gbps": round(gbps, 1), "ratios": {"copy": round(gbps / copy, 4)}})
-    with open(path, "w") as lines:
-        for c in cases:
-            lines.write(json.dumps(c) + "\n")
+        save(cases, path)  # after each shape: a run that is cut off keeps what it has
 
 
 if __name__ == "__main__":
