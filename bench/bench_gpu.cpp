@@ -260,13 +260,17 @@ class Cache {
         ok(kivi_query_statistics(cache_, 0, &statistics, sizeof statistics), "statistics");
         return static_cast<double>(statistics.live_bytes);
     }
-    const char* path() const {
-        kivi_support support{};
-        ok(kivi_query_support(&config_, 0, &support, sizeof support), "support");
-        return support.attend_path == KIVI_PATH_FAST ? "fast" : "general";
-    }
+    const char* attend_path() const { return path_name(support().attend_path); }
+    const char* pack_path() const { return path_name(support().pack_path); }
 
   private:
+    kivi_support support() const {
+        kivi_support support{};
+        ok(kivi_query_support(&config_, 0, &support, sizeof support), "support");
+        return support;
+    }
+    static const char* path_name(int32_t path) { return path == KIVI_PATH_FAST ? "fast" : "general"; }
+
     kivi_config config_{};
     kivi_cache* cache_ = nullptr;
 };
@@ -292,8 +296,8 @@ void measure_attend(const Bench& bench, const Storage& s, Shape shape) {
     constexpr int kChunk = 4096;
     const int64_t row = int64_t{1} * s.query_tokens * shape.q_heads * s.dim;
     const DeviceArray tokens(size_t{2} * kChunk * shape.kv_heads * s.dim), queries(2 * row * shape.batch), out(2 * row * shape.batch);
-    fill(tokens.data(), int64_t{kChunk} * shape.kv_heads * s.dim);
-    fill(queries.data(), row * shape.batch);
+    fill(tokens.data(), int64_t{kChunk} * shape.kv_heads * s.dim, s.dtype);
+    fill(queries.data(), row * shape.batch, s.dtype);
     for (int layer = 0; layer < cache.layers(); ++layer) {
         for (int at = 0; at < length; at += kChunk) {
             const kivi_batch batch = batch_of(shape.batch, std::min(kChunk, length - at));
@@ -324,7 +328,7 @@ void measure_attend(const Bench& bench, const Storage& s, Shape shape) {
     ok(cudaGraphInstantiate(&replay, graph, 0), "graph");
     const double us = median_us(bench.stream, [] {}, [&] { ok(cudaGraphLaunch(replay, bench.stream), "launch"); }) / attends;
     ok(cudaDeviceSynchronize(), "attend");
-    print_line(bench, "attend", s, shape, us, cache.live_bytes(), cache.path());
+    print_line(bench, "attend", s, shape, us, cache.live_bytes(), cache.attend_path());
     ok(cudaGraphExecDestroy(replay), "graph");
     ok(cudaGraphDestroy(graph), "graph");
 }
@@ -369,7 +373,7 @@ void measure_prompt(const Bench& bench, Storage s, bool query_aware, int tokens)
             ok(kivi_append(cache, layer, &batch, &keys, &values, bench.stream), "append");
         }
     }) / kLayers;
-    print_line(bench, "prompt", s, {1, 4 * heads, heads, tokens}, us, 4.0 * count + cache.live_bytes(), cache.path());
+    print_line(bench, "prompt", s, {1, 4 * heads, heads, tokens}, us, 4.0 * count + cache.live_bytes(), cache.pack_path());
 }
 
 void run_presets(const Bench& bench, bool quick) {
@@ -413,7 +417,7 @@ void measure_step(const Bench& bench, const Storage& s, int batch_size) {
     ok(cudaStreamEndCapture(bench.stream, &graph), "capture");
     ok(cudaGraphInstantiate(&replay, graph, 0), "graph");
     const double us = median_us(bench.stream, [] {}, [&] { ok(cudaGraphLaunch(replay, bench.stream), "launch"); }) / kSteps;
-    print_line(bench, "step", s, {batch_size, 4 * kHeads, kHeads, 1}, us, 4.0 * count, cache.path());
+    print_line(bench, "step", s, {batch_size, 4 * kHeads, kHeads, 1}, us, 4.0 * count, cache.pack_path());
     ok(cudaGraphExecDestroy(replay), "graph");
     ok(cudaGraphDestroy(graph), "graph");
 }

@@ -250,7 +250,7 @@ constexpr size_t shared_bytes(int key_dim, int value_dim, int queries, int strip
 constexpr size_t kSharedBytes = 99 * 1024;  // of a block, on every GPU from compute capability 8.0 on
 
 // Blocks that a multiprocessor must be able to hold, which limits the registers of a thread: as many as have room in 227 KB
-// of shared memory, but for 8 and 16 queries of one stripe, which would spill.
+// of shared memory, but for 8 queries of one stripe, which would spill with four.
 constexpr int resident_blocks(int queries, int stripe_count) {
     if (stripe_count == 1) return queries == 4 ? 5 : 3;
     return 2;

@@ -636,10 +636,10 @@ PathInfo path(const Model& model, const kivi_layer& layer) {
         info.reason = "kv_heads is " + std::to_string(layer.kv_heads) + "; on CUDA it must be at most 32767";
         return info;
     }
-    info.reason = why_not_decode(store_of(model, layer, Part::key), store_of(model, layer, Part::value),
-                                 layer.q_heads / layer.kv_heads, capability_of(model.device_id));
+    const TensorStore key = store_of(model, layer, Part::key), value = store_of(model, layer, Part::value);
+    info.reason = why_not_decode(key, value, layer.q_heads / layer.kv_heads, capability_of(model.device_id));
     info.attend_path = info.reason.empty() ? KIVI_PATH_FAST : KIVI_PATH_GENERAL;
-    info.pack_path = KIVI_PATH_FAST;
+    info.pack_path = info.reason.empty() && pack_serves(key, value) ? KIVI_PATH_FAST : KIVI_PATH_GENERAL;
     return info;
 }
 

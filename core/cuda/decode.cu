@@ -159,7 +159,7 @@ const char* why_not_decode(const TensorStore& key, const TensorStore& value, int
     const kivi_spec& k = key.spec();
     const kivi_spec& v = value.spec();
     if (capability < kFirstCapability || capability >= kEndCapability) {
-        return "the fast kernel needs compute capability 9.0 or 10.x";
+        return "the fast kernel needs compute capability 9.0 to below 12.0";
     }
     const bool plain = k.bits == 16 && v.bits == 16;
     if (!plain && (k.axis != KIVI_AXIS_CHANNEL || v.axis != KIVI_AXIS_TOKEN)) {

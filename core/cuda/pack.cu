@@ -369,6 +369,16 @@ void prepare_pack(const Layer& layer) {
     });
 }
 
+bool pack_serves(const TensorStore& key, const TensorStore& value) {
+    Layer layer;
+    layer.key = key, layer.value = value;
+    bool room = false;
+    with_config(layer, [&](auto config) {
+        room = decltype(config)::kAware || key.spec().rounding != KIVI_ROUND_QUERY_AWARE;
+    });
+    return room && key.spec().range == KIVI_RANGE_MINMAX && value.spec().range == KIVI_RANGE_MINMAX;
+}
+
 bool pack_takes(const WriteArgs& args) {
     const Layer& layer = args.layer;
     bool room = false;

@@ -211,6 +211,7 @@ __device__ __forceinline__ ParamPair params_of(uint32_t least, uint32_t most) {
         pair.low.scale = P::low(pair.scales), pair.high.scale = P::high(pair.scales);
         pair.mins = P::without_minus_zero(least);
         if (!finite(a + b)) {
+            pair.low.min = P::low(pair.mins), pair.high.min = P::high(pair.mins);
             if (!finite(a)) pair.low = damaged_params();
             if (!finite(b)) pair.high = damaged_params();
             pack();

@@ -460,7 +460,7 @@ KIVI_API kivi_status kivi_attend(const kivi_cache *cache, int32_t layer, const k
 
 /* Bytes that suffice for any attend on `layer` (-1: any layer) of at most `rows` rows with at most
  * `max_count` queries each, at any length the cache can hold. Memory of the cache's device; calls that follow
- * each other can share it. On CUDA mostly up to some 40 MB, more only for sequences of millions of tokens. */
+ * each other can share it. On CUDA it grows with rows, queries and capacity: from a few MB to 100 MB or so. */
 KIVI_API kivi_status kivi_attend_workspace(const kivi_cache *cache, int32_t layer, int32_t rows,
                                            int32_t max_count, size_t *bytes);
 

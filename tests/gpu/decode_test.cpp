@@ -432,6 +432,14 @@ TEST_CASE("a captured step replays while lengths advance, in a workspace that ot
     }
 }
 
+TEST_CASE("sanitized: a cluster, tickets, runs, pages of 16 bits") {
+    const uint64_t invariant = KIVI_ATTEND_INVARIANT;
+    check_replays(kInstances[3], 0, 300, 2);    // clusters
+    check_replays(kInstances[3], 0, 12000, 2);  // too long for one: tickets
+    check_replays(kInstances[3], invariant, 300, 2);
+    check_replays(kPlainInstances[0], invariant, 2100, 2);
+}
+
 TEST_CASE("a chain of calls, each with what the one before it wrote, enqueued at once and replayed") {
     const Instance& instance = kInstances[0];
     const Serving shape{2, 8, 3, 32, 32, 32, 12000, false, false};

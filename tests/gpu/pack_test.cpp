@@ -12,8 +12,8 @@ using namespace gpu_test;
 
 namespace {
 
-enum class Content { usual, ties, tiny, damaged, constant, large, symmetric, huge };
-const char* const kContentNames[] = {"usual", "ties", "tiny scales", "NaN and infinity", "constant channels", "large",
+enum class Content { usual, ties, tiny, damaged, minus_zero, constant, large, symmetric, huge };
+const char* const kContentNames[] = {"usual", "ties", "tiny scales", "NaN and infinity", "-0 beside NaN", "constant channels", "large",
                                      "symmetric", "huge"};
 
 struct Way {
@@ -54,6 +54,9 @@ std::vector<float> rows_of(Numbers& numbers, int64_t rows, int dim, Content cont
             case Content::tiny: x[i] = i % 3 == 0 ? 0.0f : x[i] * 6e-8f * static_cast<float>(1 + c % 40); break;
             case Content::damaged:
                 if (i % 997 == 3) x[i] = i % 2 ? std::numeric_limits<float>::quiet_NaN() : -std::numeric_limits<float>::infinity();
+                break;
+            case Content::minus_zero:  // the least number of most groups
+                x[i] = i % 997 == 3 ? std::numeric_limits<float>::quiet_NaN() : i % 7 == 2 ? -0.0f : std::fabs(x[i]);
                 break;
             case Content::constant: x[i] = c % 5 ? x[i] : 1.5f; break;
             case Content::symmetric:  // ties at zero, and numbers that are nothing beside them
@@ -174,11 +177,11 @@ TEST_CASE("every instance, rounding and transform, prompts in pieces") { check_e
 TEST_CASE("the same of bf16") { check_every_instance(KIVI_BF16); }
 
 TEST_CASE("numbers that are hard to code") {
-    check_hard_numbers(KIVI_F16, {Content::ties, Content::tiny, Content::damaged, Content::constant, Content::large,
-                                  Content::symmetric});
+    check_hard_numbers(KIVI_F16, {Content::ties, Content::tiny, Content::damaged, Content::minus_zero, Content::constant,
+                                  Content::large, Content::symmetric});
 }
 TEST_CASE("numbers of bf16 that are hard to code") {
-    check_hard_numbers(KIVI_BF16, {Content::ties, Content::damaged, Content::symmetric, Content::huge});
+    check_hard_numbers(KIVI_BF16, {Content::ties, Content::damaged, Content::minus_zero, Content::symmetric, Content::huge});
 }
 
 // Blocks go from page to page, and pages have neighbours of other heads.

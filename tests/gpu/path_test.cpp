@@ -90,12 +90,11 @@ std::string kernels_of(const kivi_config& config, const Call& call) {
     return kernels_of(captured.graph());
 }
 
-int32_t path_of(kivi_config config, std::string* reason) {
+kivi_support support_of(kivi_config config) {
     config.device = KIVI_CUDA;
     kivi_support support{};
     KIVI_OK_(kivi_query_support(&config, 0, &support, sizeof support));
-    *reason = support.reason;
-    return support.attend_path;
+    return support;
 }
 
 }  // namespace
@@ -108,9 +107,10 @@ TEST_CASE("the path said is the path taken") {
     const kivi_config fast[] = {config_for("k3v2"), config_for("kivi2-sink"), config_for("k4v2"), config_for("kivi4"), config_for("f16"),
                                 with(config_for("k3v2"), [](kivi_config& c) { c.window_dtype = KIVI_F16, c.layer.q_heads = 32; })};
     for (const kivi_config& config : fast) {
-        std::string reason;
-        CHECK(path_of(config, &reason) == KIVI_PATH_FAST);
-        CHECK(reason == "");
+        const kivi_support support = support_of(config);
+        CHECK(support.attend_path == KIVI_PATH_FAST);
+        CHECK(support.pack_path == (config.layer.k.bits == 16 ? KIVI_PATH_GENERAL : KIVI_PATH_FAST));
+        CHECK(std::string(support.reason) == "");
         for (const uint64_t flags : {uint64_t{0}, uint64_t{KIVI_ATTEND_INVARIANT}}) {
             CHECK(kernels_of(config, {{1}, flags}) == "decode");
             CHECK(kernels_of(config, {{1, 1}, flags}) == "decode");
@@ -126,12 +126,19 @@ TEST_CASE("the path said is the path taken") {
         with(config_for("kivi4"), [](kivi_config& c) { c.layer.q_heads = 34; }),
     };
     for (const kivi_config& config : general) {
-        std::string reason;
-        CHECK(path_of(config, &reason) == KIVI_PATH_GENERAL);
-        CHECK(reason.find("fast kernel") != std::string::npos);
+        const kivi_support support = support_of(config);
+        CHECK(support.attend_path == KIVI_PATH_GENERAL);
+        CHECK(support.pack_path == KIVI_PATH_GENERAL);
+        CHECK(std::string(support.reason).find("fast kernel") != std::string::npos);
         CHECK(kernels_of(config, {{1}}) == "attend");
         CHECK(kernels_of(config, {{40}}) == "attend");
     }
+    kivi_config aware = config_for("k3v2");
+    aware.layer.k.rounding = KIVI_ROUND_QUERY_AWARE;
+    CHECK(support_of(aware).pack_path == KIVI_PATH_FAST);
+    aware.layer.key_dim = aware.layer.value_dim = 256;
+    CHECK(support_of(aware).attend_path == KIVI_PATH_FAST);
+    CHECK(support_of(aware).pack_path == KIVI_PATH_GENERAL);
 }
 
 TEST_CASE("on the fast path many query tokens, fresh keys and mixed counts have their kernels too") {

@@ -791,7 +791,7 @@ extern "C" {
     ) -> kivi_status;
 }
 extern "C" {
-    #[doc = "```text\nBytes that suffice for any attend on `layer` (-1: any layer) of at most `rows` rows with at most\n`max_count` queries each, at any length the cache can hold. Memory of the cache's device; calls that follow\neach other can share it. On CUDA mostly up to some 40 MB, more only for sequences of millions of tokens.\n```"]
+    #[doc = "```text\nBytes that suffice for any attend on `layer` (-1: any layer) of at most `rows` rows with at most\n`max_count` queries each, at any length the cache can hold. Memory of the cache's device; calls that follow\neach other can share it. On CUDA it grows with rows, queries and capacity: from a few MB to 100 MB or so.\n```"]
     pub fn kivi_attend_workspace(
         cache: *const kivi_cache,
         layer: i32,
