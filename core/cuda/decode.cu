@@ -55,7 +55,9 @@ bool with_instance(const AttendArgs& args, const Visit& visit) {
     });
 }
 
-fast::Strides strides_of(const View& view) { return {view.row_stride, view.token_stride, view.head_stride, view.ragged}; }
+fast::Strides strides_of(const View& view) {
+    return {view.row_stride, view.token_stride, view.head_stride, view.ragged};
+}
 
 // All but the places in the workspace.
 fast::DecodeArgs arguments(const AttendArgs& args, int32_t blocks) {
@@ -115,7 +117,8 @@ fast::DecodeArgs arguments(const AttendArgs& args, int32_t blocks) {
 template <class C>
 int64_t most_runs_of_a_row(const Layer& layer) {
     const auto visits = [](int64_t tokens, int of) { return (tokens + of - 1) / of; };
-    const int64_t all = visits(layer.key.windows.sink, C::kWindowTokens) + visits(layer.key.tail_rows, C::kWindowTokens) +
+    const int64_t all = visits(layer.key.windows.sink, C::kWindowTokens) +
+                        visits(layer.key.tail_rows, C::kWindowTokens) +
                         visits(layer.max_tokens, C::kVisitTokens);
     return layer.key.heads * visits(all, C::kRunVisits);
 }
@@ -182,7 +185,8 @@ bool decode_serves(const TensorStore& key, const TensorStore& value, int32_t rat
 
 bool decode_reads(const AttendArgs& args) {
     const int32_t dtype = args.layer.key.window_dtype;
-    return !args.k && !args.v && args.q.dtype == dtype && args.out.dtype == dtype && aligned(args.q) && aligned(args.out);
+    return !args.k && !args.v && args.q.dtype == dtype && args.out.dtype == dtype && aligned(args.q) &&
+           aligned(args.out);
 }
 
 bool decode_takes(const AttendArgs& args) {
@@ -193,7 +197,8 @@ bool decode_takes(const AttendArgs& args) {
         return false;
     }
     if (args.batch.on_device) {
-        return args.batch.counts == nullptr || args.batch.max_count == 1 || args.batch.least_count == args.batch.max_count;
+        return args.batch.counts == nullptr || args.batch.max_count == 1 ||
+               args.batch.least_count == args.batch.max_count;
     }
     for (int32_t i = 0; i < args.batch.size; ++i) {
         const RowArg& row = args.batch.rows[i];

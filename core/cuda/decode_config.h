@@ -64,7 +64,8 @@ struct Config {
     static constexpr int kKeyStride = VISIT_BLOCKS > 1 ? key_codes(1) - key_codes(0) : 0;
     static_assert(VISIT_BLOCKS <= 2 || KEY_GROUP == 32, "blocks of a visit equally far apart");
 
-    static constexpr int kSlotBytes = ((2 * kWindowHalf > kVisitBytes ? 2 * kWindowHalf : kVisitBytes) + 127) / 128 * 128;
+    static constexpr int kSlotBytes =
+        ((2 * kWindowHalf > kVisitBytes ? 2 * kWindowHalf : kVisitBytes) + 127) / 128 * 128;
 
     static constexpr int kWindowKilo = (2 * kWindowHalf + 512) / 1024, kVisitKilo = (kVisitBytes + 512) / 1024;
     static constexpr int kUnit = greatest_divisor(kWindowKilo, kVisitKilo);

@@ -95,8 +95,8 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
 __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
     asm volatile(
         "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;\n}" ::"r"(
-            to),
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+        "[%3], policy;\n}" ::"r"(to),
         "l"(from), "r"(bytes), "r"(bar)
         : "memory");
 }

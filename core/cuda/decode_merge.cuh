@@ -41,10 +41,13 @@ __device__ __forceinline__ float2 exponent_of(const float* part) {
 template <class C>
 __device__ __forceinline__ Row<C> merge_warps(const DecodeArgs& p, const SharedStorage<C>& shared, unsigned members,
                                               int row, int lane) {
-    const int in_rings = members & 0xFFFF, first = __ffs(in_rings) - 1, count = in_rings != 0 ? 32 - __clz(in_rings) - first : 0;
+    const int in_rings = members & 0xFFFF, first = __ffs(in_rings) - 1,
+              count = in_rings != 0 ? 32 - __clz(in_rings) - first : 0;
     const float* const spill =
         members >> 16 ? spill_of<C>(p, __ffs(members >> 16) - 1, false) + row * C::kPartialRow : nullptr;
-    const auto part = [&](int i) { return reinterpret_cast<const float*>(shared.ring[first + i]) + row * C::kPartialRow; };
+    const auto part = [&](int i) {
+        return reinterpret_cast<const float*>(shared.ring[first + i]) + row * C::kPartialRow;
+    };
     float2 mine = make_float2(-INFINITY, 0.0f);
     if (lane < count) mine = exponent_of<C>(part(lane));
     if (lane == count && spill != nullptr) mine = exponent_of<C>(spill);

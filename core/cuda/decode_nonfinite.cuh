@@ -49,7 +49,9 @@ __device__ __forceinline__ void set_params_apart(HeadState<C>& s, const DecodeAr
                 for (int j = g * kGroupSteps; j < (g + 1) * kGroupSteps; ++j) {
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
-                        if (h == C::kTileRows * (h / C::kTileRows) + e % C::kTileRows) s.out[h / C::kTileRows][j][e] = NAN;
+                        if (h == C::kTileRows * (h / C::kTileRows) + e % C::kTileRows) {
+                            s.out[h / C::kTileRows][j][e] = NAN;
+                        }
                     }
                 }
             }
@@ -86,7 +88,9 @@ __device__ __forceinline__ void set_elements_apart(HeadState<C>& s, const Decode
         }
     }
     __syncwarp();
-    for (int i = lane; i < C::kWindowTokens * kPairsOfToken; i += 32) values[i] &= ~nonfinite_halves<C::kBf16>(values[i]);
+    for (int i = lane; i < C::kWindowTokens * kPairsOfToken; i += 32) {
+        values[i] &= ~nonfinite_halves<C::kBf16>(values[i]);
+    }
     hand_to_copies();
 }
 

@@ -31,7 +31,8 @@ __device__ __forceinline__ void key_min_terms(const HeadState<C>& s, const Share
             float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
             mma(even, v.x, v.y, v.z, v.w, q.x, q.y);
             mma(odd, v.x, v.y, v.z, v.w, q.z, q.w);
-            const float e = float(1 << step_power(C::kKeyBits, 2 * i)), o = float(1 << step_power(C::kKeyBits, 2 * i + 1));
+            const float e = float(1 << step_power(C::kKeyBits, 2 * i)),
+                        o = float(1 << step_power(C::kKeyBits, 2 * i + 1));
 #pragma unroll
             for (int k = 0; k < C::kTileRows; ++k) {
                 const int h = t * C::kTileRows + k;
@@ -231,7 +232,9 @@ __device__ __forceinline__ void visit_page(HeadState<C>& s, KeyContext<C>& key, 
             if constexpr (KeyContext<C>::kPerStep) {
                 ScaledQueries<C> scaled[C::kStepBlocks];
 #pragma unroll
-                for (int b = 0; b < C::kStepBlocks; ++b) scale_queries<C>(shared, slot, first + b, warp, lane, scaled[b]);
+                for (int b = 0; b < C::kStepBlocks; ++b) {
+                    scale_queries<C>(shared, slot, first + b, warp, lane, scaled[b]);
+                }
                 key_products<C>(slot, first, lane, scaled, c);
             } else {
                 key_products<C>(slot, first, lane, key.scaled, c);

@@ -92,8 +92,9 @@ __device__ __forceinline__ Slice find_slice(const SharedStorage<C>& shared, cons
 // Plans visits `from` .. `from` + `count` - 1 of a slice, one a lane: which segment, which part, where it lies in
 // memory. `meanwhile()` is done while the page table is read; `seen`: the lane's segment.
 template <class C, class Meanwhile>
-__device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const DecodeArgs& p, const Slice& s, unsigned from,
-                                             int count, int warp, Seen& seen, const Meanwhile& meanwhile) {
+__device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const DecodeArgs& p, const Slice& s,
+                                             unsigned from, int count, int warp, Seen& seen,
+                                             const Meanwhile& meanwhile) {
     int lane = threadIdx.x & 31;
     asm volatile("" : "+r"(lane));  // (as in visit_window)
     const unsigned kv_heads = p.kv_heads, batch_rows = p.batch_rows;
@@ -149,13 +150,16 @@ __device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const Dec
                      cut(tail ? row.sink + row.packed + token : token, 31) << 27 | flags;
         } else if constexpr (C::kPlain) {
             const int valid = min(C::kWindowTokens, row.packed - in_pages);
-            v.source = p.pages + (int64_t{page} * kv_heads + head) * p.page_bytes + in_pages % kPageTokens * C::kRowBytes;
+            v.source = p.pages + (int64_t{page} * kv_heads + head) * p.page_bytes +
+                       in_pages % kPageTokens * C::kRowBytes;
             v.info = valid | min(255, row.packed + row.tail - in_pages) << 8 | kRows << 16 | valid << 22 |
                      cut(row.sink + in_pages, 31) << 27 | flags;
         } else {
             v.source = p.pages + (int64_t{page} * kv_heads + head) * p.page_bytes;
-            v.info = min(C::kVisitTokens, row.packed - in_pages) | min(255, row.packed + row.tail - in_pages) << 8 |
-                     kPage << 16 | in_pages % kPageTokens / kBlockTokens << 18 | cut(row.sink + in_pages, 255) << 22 | flags;
+            v.info = min(C::kVisitTokens, row.packed - in_pages) |
+                     min(255, row.packed + row.tail - in_pages) << 8 | kPage << 16 |
+                     in_pages % kPageTokens / kBlockTokens << 18 | cut(row.sink + in_pages, 255) << 22 |
+                     flags;
         }
     }
     seen = {v.segment, begin, begin + e.place(e.visits - 1), begin + row.weight};

@@ -26,7 +26,8 @@ __device__ __forceinline__ RawQueries<C> fetch_queries(const DecodeArgs& p, cons
     RawQueries<C> raw;
     const bool used = row < static_cast<int>(p.query_rows.by);
     const int64_t place = place_of_row(p, shared.rows[row_of(segment)], p.q_strides, head_of(segment), used ? row : 0);
-    const uint4* const from = reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.q) + 2 * place + column * 16);
+    const uint4* const from =
+        reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.q) + 2 * place + column * 16);
 #pragma unroll
     for (int i = 0; i < C::kPairs; ++i) raw.v[i] = used ? from[i * 4] : make_uint4(0, 0, 0, 0);
     return raw;
@@ -142,8 +143,8 @@ __device__ __noinline__ float prepare_queries(RawQueries<C> raw, bool rotated, u
 
 // The same of all tiles of a segment; `first`: of tile 0, if they are there already.
 template <class C>
-__device__ __forceinline__ void prepare_segment(const DecodeArgs& p, SharedStorage<C>& shared, const RawQueries<C>& first,
-                                                int segment, int warp, int lane) {
+__device__ __forceinline__ void prepare_segment(const DecodeArgs& p, SharedStorage<C>& shared,
+                                                const RawQueries<C>& first, int segment, int warp, int lane) {
 #pragma unroll
     for (int t = 0; t < C::kTiles; ++t) {
         const RawQueries<C> raw = t == 0 ? first : fetch_queries<C>(p, shared, segment, t, lane);

@@ -37,7 +37,8 @@ __device__ __forceinline__ int query_row(int h, int column) {
 constexpr float kHeadroom = 1.5f;
 
 template <class C>
-__device__ __forceinline__ void set_factors(HeadState<C>& s, const float (&units)[C::kRows], float scale_log2, int lane) {
+__device__ __forceinline__ void set_factors(HeadState<C>& s, const float (&units)[C::kRows], float scale_log2,
+                                            int lane) {
 #pragma unroll
     for (int h = 0; h < C::kThreadRows; ++h) {  // of row query_row
         s.factor[h] = scale_log2 * units[query_row<C>(h, lane & 3)];

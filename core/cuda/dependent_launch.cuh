@@ -46,13 +46,16 @@ struct Launch {
 template <class... Parameters>
 void launch_dependent(void (*kernel)(Parameters...), const Launch& launch, const Parameters&... parameters) {
     // An error is what cudaGetLastError gives next, as of <<< >>>.
-    launch.with_config([&](const cudaLaunchConfig_t& config) { return cudaLaunchKernelEx(&config, kernel, parameters...); });
+    launch.with_config(
+        [&](const cudaLaunchConfig_t& config) { return cudaLaunchKernelEx(&config, kernel, parameters...); });
 }
 // How many clusters of such a launch can run at the same time.
 template <class... Parameters>
 int32_t most_clusters(void (*kernel)(Parameters...), const Launch& launch) {
     int count = 0;
-    check(launch.with_config([&](const cudaLaunchConfig_t& config) { return cudaOccupancyMaxActiveClusters(&count, kernel, &config); }),
+    check(launch.with_config([&](const cudaLaunchConfig_t& config) {
+        return cudaOccupancyMaxActiveClusters(&count, kernel, &config);
+    }),
           "clusters of a kernel");
     return count;
 }

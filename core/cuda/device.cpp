@@ -68,7 +68,8 @@ void check_device_pointer(const char* name, const void* pointer, int device) {
     cudaPointerAttributes attributes{};
     check(cudaPointerGetAttributes(&attributes, pointer), name);
     if (attributes.type != cudaMemoryTypeDevice && attributes.type != cudaMemoryTypeManaged) {
-        throw Error(KIVI_ERROR_INVALID_ARGUMENT, std::string(name) + " is host memory; it must be memory of CUDA device " +
+        throw Error(KIVI_ERROR_INVALID_ARGUMENT, std::string(name) +
+                                                     " is host memory; it must be memory of CUDA device " +
                                                      std::to_string(device));
     }
     if (attributes.type == cudaMemoryTypeDevice && attributes.device != device) {

@@ -39,7 +39,9 @@ class Memory {
     Memory() = default;
     Memory(uint64_t bytes, const char* what);
     ~Memory();
-    Memory(Memory&& other) noexcept : data_(other.data_), bytes_(other.bytes_) { other.data_ = nullptr, other.bytes_ = 0; }
+    Memory(Memory&& other) noexcept : data_(other.data_), bytes_(other.bytes_) {
+        other.data_ = nullptr, other.bytes_ = 0;
+    }
     Memory& operator=(Memory&& other) noexcept;
 
     template <class T = uint8_t>

@@ -185,7 +185,8 @@ struct FragmentOrderOf {
         };
         const uint32_t word = *from;
         const bool with_spare = BITS == 3 && vector % 3 == 0;
-        const uint32_t second = with_spare ? from[kVectorBytes / 4] : 0, third = with_spare ? from[kVectorBytes / 2] : 0;
+        const uint32_t second = with_spare ? from[kVectorBytes / 4] : 0,
+                       third = with_spare ? from[kVectorBytes / 2] : 0;
         for (int half = 0; half < 2; ++half) {
             for (int field = 0; field < fields_of(BITS); ++field) {
                 give(operand_of(BITS, vector, field), half,

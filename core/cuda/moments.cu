@@ -33,7 +33,9 @@ __global__ void __launch_bounds__(kThreads) moments_kernel(const __grid_constant
                 const int64_t token = (begin + q) / group, of = head * group + (begin + q) % group;
                 WarpRow<kMaxStripes> x;
                 x.load(args.q.data, args.q.dtype,
-                       args.q.origin(row.index, row.offset) + token * args.q.token_stride + of * args.q.head_stride, dim);
+                       args.q.origin(row.index, row.offset) + token * args.q.token_stride +
+                           of * args.q.head_stride,
+                       dim);
                 if (key.rotated()) x.hadamard(dim);
                 x.store(rows + q * dim, KIVI_F32, 0, dim);
             }

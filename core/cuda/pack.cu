@@ -65,7 +65,8 @@ __device__ int64_t first_fresh(const TensorStore& store, const Work& work) {
 
 __device__ Pages pages_of(const TensorStore& store, const View& input, const Fresh& fresh, const Work& work) {
     const int64_t first = store.windows.sink + work.first_page * kPageTokens;
-    const int64_t at = input.origin(work.row.index, work.row.offset) + (first - work.step.before.length) * input.token_stride;
+    const int64_t at = input.origin(work.row.index, work.row.offset) +
+                       (first - work.step.before.length) * input.token_stride;
     return {static_cast<const uint8_t*>(input.data) + 2 * at, static_cast<uint32_t>(2 * input.token_stride),
             static_cast<uint32_t>(2 * input.head_stride), static_cast<int32_t>(fresh.begin - first),
             static_cast<int32_t>(fresh.end - first), store.pages + store.part_offset, store.rotated()};
@@ -84,7 +85,8 @@ __device__ bool find_work(const WriteArgs& args, Work& work) {
                 const Fresh k = fresh_tokens(work.step, key), v = fresh_tokens(work.step, value);
                 const int64_t sink = key.windows.sink;
                 work.first_page = (min(k.begin, v.begin) - sink) / kPageTokens;
-                work.pages = static_cast<int32_t>((max(k.end, v.end) - sink + kPageTokens - 1) / kPageTokens - work.first_page);
+                work.pages = static_cast<int32_t>((max(k.end, v.end) - sink + kPageTokens - 1) / kPageTokens -
+                                                  work.first_page);
                 work.parts[0] = pages_of(key, args.k, k, work);
                 work.parts[1] = pages_of(value, args.v, v, work);
             } else {
@@ -124,8 +126,8 @@ struct WindowRows {
     int slot, slots;
 };
 template <class P, int DIM>
-__device__ __forceinline__ int store_rows(const WindowRows& to, const View& input, bool rotated, int head, const Work& work,
-                                          int first_warp, int warps) {
+__device__ __forceinline__ int store_rows(const WindowRows& to, const View& input, bool rotated, int head,
+                                          const Work& work, int first_warp, int warps) {
     using Row = WarpRow<stripes(DIM)>;
     constexpr int kFetched = 4;
     const int64_t from = input.origin(work.row.index, work.row.offset) + head * input.head_stride +
@@ -156,8 +158,8 @@ __device__ __forceinline__ int store_rows(const WindowRows& to, const View& inpu
 
 // One of kWindowShares of a head's windows. Returns how many rows have left the range of their type, in every lane.
 template <class P, int DIM>
-__device__ __forceinline__ int write_windows(const WriteArgs& args, const TensorStore& store, const View& input, int head,
-                                             int share, const Work& work) {
+__device__ __forceinline__ int write_windows(const WriteArgs& args, const TensorStore& store,
+                                             const View& input, int head, int share, const Work& work) {
     const bool from_ring = tail_begin(store.windows, work.step.before, store.part) < first_fresh(store, work);
     const int shares = from_ring ? 1 : kWindowShares;
     if (share >= shares) return 0;
@@ -228,8 +230,8 @@ struct PageTask {
 // Packs this block's share of a row's pages; those of keys only if `with_keys`. Its first is number `number`, and others
 // follow gridDim.x apart.
 template <class C>
-__device__ __forceinline__ void pack_pages(PackShared<C>& shared, const WriteArgs& args, const Work& work, bool with_keys,
-                                           int number) {
+__device__ __forceinline__ void pack_pages(PackShared<C>& shared, const WriteArgs& args, const Work& work,
+                                           bool with_keys, int number) {
     using P = typename C::P;
     const int heads = args.layer.key.heads, warp = threadIdx.x / kWarp, lane = kivi::cuda::lane();
     const int ends = with_keys ? 2 * work.pages : work.pages;
@@ -271,7 +273,8 @@ __device__ __forceinline__ void pack_pages(PackShared<C>& shared, const WriteArg
 
 // Grid: x shares the work of a row; z rows of the batch. Keys' pages are left out where another kernel packs them.
 template <class C>
-__global__ void __launch_bounds__(kPackThreads, C::kBlocks) pack_kernel(const __grid_constant__ WriteArgs args, bool with_keys) {
+__global__ void __launch_bounds__(kPackThreads, C::kBlocks)
+    pack_kernel(const __grid_constant__ WriteArgs args, bool with_keys) {
 #if KIVI_FRAGMENT_KERNELS
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ Work work;
@@ -307,7 +310,8 @@ __global__ void __launch_bounds__(kPackThreads, 2) pack_aware_kernel(const __gri
     fetch_tables(shared, args.layer.feedback, head);
     const Pages& part = work.parts[0];
     const int clamped_rows = pack_keys_aware<P, BITS, DIM, GROUP>(
-        shared, part.rotated, part.at(head, token), part.token_stride, max(part.begin - token, 0), min(part.end - token, kPageTokens),
+        shared, part.rotated, part.at(head, token), part.token_stride, max(part.begin - token, 0),
+        min(part.end - token, kPageTokens),
         store.page(args.layer.block(work.row.sequence, work.first_page + page), head));
     count_clamped(args.layer, clamped_rows);
 #endif
@@ -336,7 +340,9 @@ bool with_config(const Layer& layer, const Visit& visit) {
 
 // Rows that tiles are fetched from: 16-byte chunks, and strides whose bytes fit a word.
 bool plain(const View& view, const TensorStore& store) {
-    const auto strides = [](int64_t elements) { return elements % 8 == 0 && elements >= 0 && elements < int64_t{1} << 30; };
+    const auto strides = [](int64_t elements) {
+        return elements % 8 == 0 && elements >= 0 && elements < int64_t{1} << 30;
+    };
     return view.dtype == store.window_dtype && store.window_dtype != KIVI_F32 && store.order.order == Order::fragment &&
            store.spec().range == KIVI_RANGE_MINMAX && reinterpret_cast<uintptr_t>(view.data) % 16 == 0 &&
            strides(view.token_stride) && strides(view.head_stride) && (view.ragged || view.row_stride % 8 == 0);

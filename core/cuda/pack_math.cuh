@@ -82,7 +82,9 @@ __device__ __forceinline__ float fma_clamped(float a, float b, float c) {
 
 // 16 bytes from global to shared memory behind the thread's back. Copies are waited for by groups, in order.
 __device__ __forceinline__ void copy_async(void* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                     static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+                 "l"(from)
                  : "memory");
 }
 __device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }

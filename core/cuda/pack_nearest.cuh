@@ -50,7 +50,8 @@ __device__ __forceinline__ void pack_keys(const Tile<DIM>& tile, typename CoderO
 
 // Values of a warp's tokens. GROUPS: side by side.
 template <class P, int BITS, int DIM, int GROUPS>
-__device__ __forceinline__ void pack_values(const Tile<DIM>& tile, typename CoderOf<P, BITS>::template Values<GROUPS>& groups,
+__device__ __forceinline__ void pack_values(const Tile<DIM>& tile,
+                                            typename CoderOf<P, BITS>::template Values<GROUPS>& groups,
                                             uint8_t* part) {
     constexpr FragmentSizes sizes(value_spec<BITS, DIM / GROUPS>(), DIM);
     using Coder = CoderOf<P, BITS>;

@@ -49,7 +49,9 @@ struct PanelSignal {
 template <class P, int DIM>
 __device__ __forceinline__ void fetch_tables(AwareShared<P, DIM>& shared, const FeedbackTables& tables, int head) {
     const float* const weights = tables.weights + head * panel_floats(DIM);
-    for (int i = 4 * threadIdx.x; i < panel_floats(DIM); i += 4 * kPackThreads) copy_async(shared.weights + i, weights + i);
+    for (int i = 4 * threadIdx.x; i < panel_floats(DIM); i += 4 * kPackThreads) {
+        copy_async(shared.weights + i, weights + i);
+    }
     for (int i = threadIdx.x; i < DIM; i += kPackThreads) {
         shared.order[i] = tables.order[head * DIM + i];
         shared.place[i] = tables.place[head * DIM + i];
@@ -72,7 +74,8 @@ __device__ __forceinline__ void encode_panels(AwareShared<P, DIM>& shared) {
             y[i][0] = value.x, y[i][1] = value.y, y[i][2] = value.z, y[i][3] = value.w;
         }
         const auto add = [&](const float4& error, int from) {
-            const float4 a = *reinterpret_cast<const float4*>(weights), b = *reinterpret_cast<const float4*>(weights + 4);
+            const float4 a = *reinterpret_cast<const float4*>(weights),
+                         b = *reinterpret_cast<const float4*>(weights + 4);
             const float w[kPanel] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
             for (int i = from; i < kPanel; ++i) {
@@ -122,8 +125,8 @@ __device__ __forceinline__ void encode_panels(AwareShared<P, DIM>& shared) {
 // `begin`, `end`: tokens of the page that are to be packed, whole groups. Returns how many rows have left the range of
 // their type, in every lane.
 template <class P, int BITS, int DIM, int GROUP>
-__device__ __forceinline__ int pack_keys_aware(AwareShared<P, DIM>& shared, bool rotated, const uint8_t* rows, uint32_t stride,
-                                               int begin, int end, uint8_t* part) {
+__device__ __forceinline__ int pack_keys_aware(AwareShared<P, DIM>& shared, bool rotated, const uint8_t* rows,
+                                               uint32_t stride, int begin, int end, uint8_t* part) {
     const int warp = threadIdx.x / kWarp, lane = kivi::cuda::lane(), row = lane >> 2, column = lane & 3;
     constexpr FragmentSizes sizes(key_spec<BITS, GROUP>(), DIM);
     const bool active = warp * kBlockTokens >= begin && warp * kBlockTokens < end;
@@ -182,7 +185,8 @@ __device__ __forceinline__ int pack_keys_aware(AwareShared<P, DIM>& shared, bool
             const int channel = 32 * (Turn::first_run(turn) + Turn::run(r)) + 8 * column;
 #pragma unroll
             for (int c = 0; c < 8; ++c) {
-                const uint32_t codes = *reinterpret_cast<const uint32_t*>(shared.codes[channel + c] + first_lane) >> shift;
+                const uint32_t codes =
+                    *reinterpret_cast<const uint32_t*>(shared.codes[channel + c] + first_lane) >> shift;
                 words.add(2 * r + c / 2 % 2, 2 * (c / 4), c % 2, codes & 15);
                 words.add(2 * r + c / 2 % 2, 2 * (c / 4) + 1, c % 2, codes >> 16 & 15);
             }

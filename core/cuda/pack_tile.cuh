@@ -42,7 +42,9 @@ struct alignas(128) Tile {
     static __device__ __forceinline__ constexpr int swizzle(int token) {
         return ((token & 1) << 2) ^ (token >> 1 & 3) ^ (token >> 3 << 1);
     }
-    static __device__ __forceinline__ int place(int token, int chunk) { return token * kChunks + (chunk ^ swizzle(token)); }
+    static __device__ __forceinline__ int place(int token, int chunk) {
+        return token * kChunks + (chunk ^ swizzle(token));
+    }
     // Of the token and chunk that far on. The numbers at `place` and the steps have no bits in common.
     static __device__ __forceinline__ int step(int place, int tokens, int chunks) {
         return (place ^ swizzle(tokens) ^ (chunks & 7)) + tokens * kChunks + (chunks & ~7);
@@ -87,7 +89,8 @@ __device__ __forceinline__ bool round_pairs(const float (&x)[2 * PAIRS], float u
         for (int half = 0; half < 2; ++half) {
             const float value = x[2 * i + half];
             if (!finite(value) || (pairs[i] >> (16 * half) & P::kInfinity) != P::kInfinity) continue;
-            pairs[i] = (pairs[i] & (0xFFFF0000u >> (16 * half))) | (P::kLargest | (value < 0 ? 0x8000u : 0u)) << (16 * half);
+            pairs[i] = (pairs[i] & (0xFFFF0000u >> (16 * half))) | (P::kLargest | (value < 0 ? 0x8000u : 0u))
+                                                                       << (16 * half);
             clamped = true;
         }
     }

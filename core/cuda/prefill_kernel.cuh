@@ -143,7 +143,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) prefill_kernel(const 
                  [&](int, int c) { return *reinterpret_cast<const float4*>(&results.rows[i][r][c]); });
         }
         if (p.parts == 1) {
-            finish(args, shared.row, Query(args, shared.row, Span{}, head, shared.visible.first_row + r), sum, x, false);
+            finish(args, shared.row, Query(args, shared.row, Span{}, head, shared.visible.first_row + r), sum,
+                   x, false);
             continue;
         }
         if (lane() == 0) partials.sums[r] = sum;

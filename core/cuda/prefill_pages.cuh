@@ -248,8 +248,8 @@ __device__ __forceinline__ void produce(const Args& p, PagesStorage<C>& shared, 
     const View& view = warp < kPieceBlocks ? p.attend.k : p.attend.v;
     const auto fresh = [&](int i) {
         const int first = (pieces.first_fresh + i - pieces.packed) * C::kTokens;
-        return static_cast<const uint16_t*>(view.data) + view.origin(row.index, row.offset) + first * view.token_stride +
-               head * view.head_stride;
+        return static_cast<const uint16_t*>(view.data) + view.origin(row.index, row.offset) +
+               first * view.token_stride + head * view.head_stride;
     };
 #pragma unroll 1
     for (int i = group; i < pieces.count(); i += C::kProducers) {

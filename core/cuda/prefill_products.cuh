@@ -26,7 +26,9 @@ __device__ __forceinline__ void clear(State<C>& s, SharedStorage<C>& shared) {
 #pragma unroll
     for (int r = 0; r < C::kRowTiles; ++r) {
 #pragma unroll
-        for (int n = 0; n < 2 * C::kSteps; ++n) s.out[r][n][0] = s.out[r][n][1] = s.out[r][n][2] = s.out[r][n][3] = 0.0f;
+        for (int n = 0; n < 2 * C::kSteps; ++n) {
+            s.out[r][n][0] = s.out[r][n][1] = s.out[r][n][2] = s.out[r][n][3] = 0.0f;
+        }
         for (int h = 0; h < 2; ++h) shared.softmax[threadIdx.x][r][h] = {0.0f, 0.0f};
     }
     s.unset = (1u << (2 * C::kRowTiles)) - 1;
@@ -45,8 +47,8 @@ __device__ __forceinline__ void load_queries(const AttendArgs& args, SharedStora
 #pragma unroll 1
         for (int half = 0; half < 2; ++half) {
             const int r = 16 * tile + 8 * half + lane / 4;
-            const QueryRow<C> query(args, row, head, shared.visible.first_row + r, row.count * ratio(args.layer), rotated,
-                                    lane);
+            const QueryRow<C> query(args, row, head, shared.visible.first_row + r,
+                                    row.count * ratio(args.layer), rotated, lane);
             if (lane % 4 == 0) shared.unit[r] = query.unit;
             Operand* const to = shared.queries[tile / C::kRowTiles][tile % C::kRowTiles];
 #pragma unroll

@@ -16,8 +16,9 @@ struct QueryRow {
                                         bool rotated, int lane) {
         const bool exists = index < rows;
         const Query query(args, row, Span{}, head, exists ? index : 0);
-        const uint4* const from =
-            reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(args.q.data) + query.in(args.q, row)) + lane % 4;
+        const uint4* const from = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(args.q.data) +
+                                                                 query.in(args.q, row)) +
+                                  lane % 4;
         float x[C::kPairs][8];
 #pragma unroll
         for (int i = 0; i < C::kPairs; ++i) {

@@ -103,7 +103,9 @@ struct WarpRow {
         }
     }
 
-    __device__ void load(const void* data, int32_t dtype, int64_t at, int dim) { set(fetch(data, dtype, at, dim), dtype); }
+    __device__ void load(const void* data, int32_t dtype, int64_t at, int dim) {
+        set(fetch(data, dtype, at, dim), dtype);
+    }
 
     // To element `at` of an array of any alignment; rounds, and writes the one NaN.
     __device__ void store(void* data, int32_t dtype, int64_t at, int dim) const {

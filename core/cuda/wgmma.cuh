@@ -16,7 +16,8 @@ namespace kivi::cuda::hopper {
 
 // A panel at a shared address, or what of it begins at a multiple of 32 bytes of the depth.
 __device__ __forceinline__ uint64_t panel(uint32_t address) {
-    constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32, kUnused = uint64_t{1} << 16;
+    constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32,
+                       kUnused = uint64_t{1} << 16;
     return kSwizzle128 | kEightRows | kUnused | (address & 0x3FFFF) >> 4;
 }
 

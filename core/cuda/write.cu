@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kWriteThreads) write_kernel(const __grid_const
     with_order(store.order, [&](auto order) {
         HeadWriter<STRIPES, decltype(order)> writer(args, row, step, store, key ? args.k : args.v, head);
         if (STAGE != Stage::store) {
-            writer.pack(tail_begin(store.windows, step.before, store.part), tail_begin(store.windows, step.after, store.part),
-                        blockIdx.x, gridDim.x);
+            writer.pack(tail_begin(store.windows, step.before, store.part),
+                        tail_begin(store.windows, step.after, store.part), blockIdx.x, gridDim.x);
         }
         if (STAGE == Stage::all) __syncthreads();
         if (STAGE != Stage::pack) writer.store(blockIdx.x * kWriteWarps + threadIdx.x / kWarp, gridDim.x * kWriteWarps);

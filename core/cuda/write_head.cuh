@@ -137,9 +137,11 @@ class HeadWriter {
 
     __device__ void store_rows(int64_t begin, int64_t end, int first_warp, int warps) {
         if (begin >= end) return;
-        for_each_row(begin, static_cast<int>(end - begin), first_warp, warps, true, [&](int t, const WarpRow<STRIPES>& x) {
-            x.store(store_.window_row(row_.sequence, head_, begin + t), store_.window_dtype, 0, dim_);
-        });
+        for_each_row(begin, static_cast<int>(end - begin), first_warp, warps, true,
+                     [&](int t, const WarpRow<STRIPES>& x) {
+                         x.store(store_.window_row(row_.sequence, head_, begin + t), store_.window_dtype, 0,
+                                 dim_);
+                     });
     }
 
     // Calls use(t, x) for the stored rows of positions position + t, t = first, first + step, ... below `count`. Rows
@@ -235,7 +237,9 @@ class HeadWriter {
             const Coder coder = coder_of(params);
             uint32_t word = 0;
 #pragma unroll
-            for (int i = 0; i < kLaneChannels; ++i) word |= static_cast<uint32_t>(encode_fast(x.x[j][i], coder, spec.bits)) << (8 * i);
+            for (int i = 0; i < kLaneChannels; ++i) {
+                word |= static_cast<uint32_t>(encode_fast(x.x[j][i], coder, spec.bits)) << (8 * i);
+            }
             *reinterpret_cast<uint32_t*>(codes + c) = word;
             if (c % group == 0) put_params(part, token, c, params);
         });
@@ -325,7 +329,8 @@ class HeadWriter {
             const Coder coder = shared_.coders[c];
 #pragma unroll 4
             for (int t = 0; t < kSlabTokens; ++t) {
-                shared_.codes[t * dim_ + c] = static_cast<uint8_t>(encode_fast(shared_.rows[t * shared_.stride + c], coder, bits));
+                shared_.codes[t * dim_ + c] =
+                    static_cast<uint8_t>(encode_fast(shared_.rows[t * shared_.stride + c], coder, bits));
             }
         }
     }
@@ -349,7 +354,8 @@ class HeadWriter {
             const int next = panel + 1;
             // The panels of this warp after `panel`: next, if it is one, first.
 #pragma unroll 1
-            for (int later = next + (warp - next % kWriteWarps + kWriteWarps) % kWriteWarps; later < panels; later += kWriteWarps) {
+            for (int later = next + (warp - next % kWriteWarps + kWriteWarps) % kWriteWarps; later < panels;
+                 later += kWriteWarps) {
                 add_errors(error, panel, later, row);
                 if (later == next) encode_panel(next, row);
             }

@@ -67,7 +67,9 @@ kivi_config on_cpu(kivi_config config, const Serving& shape) {
 class Pair {
   public:
     Pair(const Instance& instance, const Serving& shape)
-        : cpu(on_cpu(config_for(instance, shape), shape), KIVI_CPU), gpu(config_for(instance, shape), KIVI_CUDA), dim(instance.dim),
+        : cpu(on_cpu(config_for(instance, shape), shape), KIVI_CPU),
+          gpu(config_for(instance, shape), KIVI_CUDA),
+          dim(instance.dim),
           shape(shape) {
         kivi_support support{};
         kivi_config config = config_for(instance, shape);
@@ -79,7 +81,8 @@ class Pair {
 
     void append(int32_t sequence, int count) {
         if (count == 0) return;
-        Floats k(numbers.rows(int64_t{1} * count * shape.kv_heads, dim)), v(numbers.rows(int64_t{1} * count * shape.kv_heads, dim));
+        Floats k(numbers.rows(int64_t{1} * count * shape.kv_heads, dim)),
+            v(numbers.rows(int64_t{1} * count * shape.kv_heads, dim));
         const kivi_batch batch = batch_of(1, &sequence, nullptr, count);
         for (Cache* cache : {&cpu, &gpu}) {
             const kivi_tensor keys = k.view(cache->device, {1, count, shape.kv_heads, dim});
@@ -147,7 +150,8 @@ class Pair {
             if (std::isinf(wide_lse.host[i])) {
                 CHECK(sums[i] == wide_lse.host[i]);
             } else {
-                worst = std::fmax(worst, std::fabs(double(sums[i]) - wide_lse.host[i]) / std::fmax(1.0, std::fabs(wide_lse.host[i])));
+                worst = std::fmax(worst, std::fabs(double(sums[i]) - wide_lse.host[i]) /
+                                             std::fmax(1.0, std::fabs(wide_lse.host[i])));
             }
         }
         CHECK(worst < 2e-3);
@@ -178,7 +182,9 @@ class Contents {
         }
     }
 
-    int length(int number) const { return static_cast<int>(keys_[number].size() / (int64_t{1} * shape_.kv_heads * dim_)); }
+    int length(int number) const {
+        return static_cast<int>(keys_[number].size() / (int64_t{1} * shape_.kv_heads * dim_));
+    }
 
     // Tokens begin .. end - 1 of content `number` to a sequence.
     void append(const Cache& cache, int32_t sequence, int number, int begin, int end) const {
@@ -197,8 +203,9 @@ class Contents {
 
     // Attends with KIVI_ATTEND_INVARIANT: row r has counts[r] queries of content numbers[r], which is sequence
     // sequences[numbers[r]]; if fresh, as many keys and values come with the call. Returns out and LSE of row `which`.
-    std::vector<float> attend(const Cache& cache, const Workspace& workspace, const std::vector<int>& sequences,
-                              const std::vector<int>& numbers, const std::vector<int32_t>& counts, int which, bool fresh,
+    std::vector<float> attend(const Cache& cache, const Workspace& workspace,
+                              const std::vector<int>& sequences, const std::vector<int>& numbers,
+                              const std::vector<int32_t>& counts, int which, bool fresh,
                               bool on_device = false) const {
         std::vector<int32_t> ids;
         int64_t tokens = 0, before = 0;
@@ -451,7 +458,8 @@ TEST_CASE("a chain of calls, each with what the one before it wrote, enqueued at
         const Cache cache(config_for(instance, shape), KIVI_CUDA);
         Numbers numbers(5);
         for (int32_t id = 0; id < 3; ++id) {
-            Floats k(numbers.rows(int64_t{1} * lengths[id] * shape.kv_heads, dim)), v(numbers.rows(int64_t{1} * lengths[id] * shape.kv_heads, dim));
+            Floats k(numbers.rows(int64_t{1} * lengths[id] * shape.kv_heads, dim)),
+                v(numbers.rows(int64_t{1} * lengths[id] * shape.kv_heads, dim));
             const kivi_batch batch = batch_of(1, &id, nullptr, lengths[id]);
             const kivi_tensor keys = k.view(KIVI_CUDA, {1, lengths[id], shape.kv_heads, dim});
             const kivi_tensor values = v.view(KIVI_CUDA, {1, lengths[id], shape.kv_heads, dim});

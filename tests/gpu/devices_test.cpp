@@ -76,7 +76,8 @@ TEST_CASE("fault 80, S3: calls in turns on two GPUs, and the current device stay
     Cache cpu(on_cpu, KIVI_CPU);
     Side sides[] = {Side(0), Side(1)};
     for (int token = 0; token < kTokens; ++token) {
-        const kivi_tensor k = sides[0].k.view(KIVI_CPU, {kTokens, kHeads, kDim}), v = sides[0].v.view(KIVI_CPU, {kTokens, kHeads, kDim});
+        const kivi_tensor k = sides[0].k.view(KIVI_CPU, {kTokens, kHeads, kDim}),
+                          v = sides[0].v.view(KIVI_CPU, {kTokens, kHeads, kDim});
         if (token == 0) {
             const kivi_batch all = batch_of(1, &kFirst, nullptr, kTokens);
             KIVI_OK_(kivi_append(cpu, 0, &all, &k, &v, nullptr));
@@ -88,8 +89,8 @@ TEST_CASE("fault 80, S3: calls in turns on two GPUs, and the current device stay
             KIVI_OK_(kivi_append(side.cache, 0, &kOne, &key, &value, side.stream));
             CHECK(current() == before);
             const kivi_tensor queries = side.queries(), result = side.result();
-            KIVI_OK_(kivi_attend(side.cache, 0, &kOne, &queries, &result, nullptr, side.workspace.data, side.workspace.bytes,
-                                 side.stream));
+            KIVI_OK_(kivi_attend(side.cache, 0, &kOne, &queries, &result, nullptr, side.workspace.data,
+                                 side.workspace.bytes, side.stream));
             CHECK(current() == before);
         }
     }
@@ -142,8 +143,10 @@ TEST_CASE("memory of the other GPU is refused by name, and nothing changes") {
         tensor.device_id = 0;
         return tensor;
     };
-    const kivi_tensor wrong_key = lie(there.token(there.k, 0)), wrong_q = lie(there.queries()), wrong_out = lie(there.result());
-    const auto attend = [&](const kivi_tensor& q, const kivi_tensor& out, const kivi_attend_params* params, void* workspace) {
+    const kivi_tensor wrong_key = lie(there.token(there.k, 0)), wrong_q = lie(there.queries()),
+                      wrong_out = lie(there.result());
+    const auto attend = [&](const kivi_tensor& q, const kivi_tensor& out, const kivi_attend_params* params,
+                            void* workspace) {
         return kivi_attend(here.cache, 0, &kOne, &q, &out, params, workspace, here.workspace.bytes, here.stream);
     };
     kivi_attend_params params;

@@ -52,7 +52,8 @@ class Pair {
             const Workspace workspace(*cache, rows, count);
             const kivi_tensor queries = q.view(cache->device, {rows, count, shape_.q_heads, shape_.key_dim});
             const kivi_tensor result = out.view(cache->device, {rows, count, shape_.q_heads, shape_.value_dim});
-            KIVI_OK_(kivi_attend(*cache, 0, &batch, &queries, &result, params, workspace.data, workspace.bytes, nullptr));
+            KIVI_OK_(kivi_attend(*cache, 0, &batch, &queries, &result, params, workspace.data,
+                                 workspace.bytes, nullptr));
             if (cache == &cpu) {
                 *of_cpu = out.host;
             } else {
@@ -79,8 +80,10 @@ std::vector<NamedSpec> all_specs(bool key) {
     specs.push_back({"16", spec_of(16, 0, 0)});
     for (int bits : {2, 3, 4, 8}) {
         for (int group : {32, 64, 128}) {
-            specs.push_back({std::to_string(bits) + " channel " + std::to_string(group), spec_of(bits, KIVI_AXIS_CHANNEL, group)});
-            specs.push_back({std::to_string(bits) + " token " + std::to_string(group), spec_of(bits, KIVI_AXIS_TOKEN, group)});
+            specs.push_back({std::to_string(bits) + " channel " + std::to_string(group),
+                             spec_of(bits, KIVI_AXIS_CHANNEL, group)});
+            specs.push_back({std::to_string(bits) + " token " + std::to_string(group),
+                             spec_of(bits, KIVI_AXIS_TOKEN, group)});
         }
         specs.push_back({std::to_string(bits) + " token head", spec_of(bits, KIVI_AXIS_TOKEN, KIVI_GROUP_HEAD)});
     }
@@ -198,9 +201,11 @@ TEST_CASE("sanitized: a few specs") {
     NamedSpec rotated{"2 token 64 hadamard", spec_of(2, KIVI_AXIS_TOKEN, 64)};
     rotated.spec.transform = KIVI_TRANSFORM_HADAMARD;
     compare(aware, rotated, {1, 2, 64, 128}, 64, KIVI_F16, 300, 1);
-    compare({"4 channel 128", spec_of(4, KIVI_AXIS_CHANNEL, 128)}, {"3 token head", spec_of(3, KIVI_AXIS_TOKEN, KIVI_GROUP_HEAD)},
-            {1, 1, 80, 96}, 0, KIVI_BF16, 300, 2);
-    compare({"16", spec_of(16, 0, 0)}, {"8 token 32", spec_of(8, KIVI_AXIS_TOKEN, 32)}, {2, 2, 64, 264}, 32, KIVI_F32, 300, 3);
+    compare({"4 channel 128", spec_of(4, KIVI_AXIS_CHANNEL, 128)},
+            {"3 token head", spec_of(3, KIVI_AXIS_TOKEN, KIVI_GROUP_HEAD)}, {1, 1, 80, 96}, 0, KIVI_BF16, 300,
+            2);
+    compare({"16", spec_of(16, 0, 0)}, {"8 token 32", spec_of(8, KIVI_AXIS_TOKEN, 32)}, {2, 2, 64, 264}, 32,
+            KIVI_F32, 300, 3);
 }
 
 TEST_CASE("fault 88, 89: a captured decode step is replayed across flush boundaries") {
@@ -218,7 +223,8 @@ TEST_CASE("fault 88, 89: a captured decode step is replayed across flush boundar
     const int32_t ids[rows] = {2, 0, 1};
     const int32_t prompts[rows] = {300, 5, 130};
     Numbers numbers(5);
-    Floats prompt_k(numbers.rows(int64_t{1} * rows * 300 * heads, dim)), prompt_v(numbers.rows(int64_t{1} * rows * 300 * heads, dim));
+    Floats prompt_k(numbers.rows(int64_t{1} * rows * 300 * heads, dim)),
+        prompt_v(numbers.rows(int64_t{1} * rows * 300 * heads, dim));
     const kivi_batch prompt = batch_of(rows, ids, prompts, 300);
     for (Cache* cache : {&cpu, &gpu}) {
         const kivi_tensor k = prompt_k.view(cache->device, {rows, 300, heads, dim});
@@ -227,12 +233,15 @@ TEST_CASE("fault 88, 89: a captured decode step is replayed across flush boundar
     }
     for (int32_t id : ids) KIVI_OK_(kivi_sequence_reserve(gpu, id, 900, stream));
 
-    Floats k(int64_t{1} * rows * heads * dim), v(int64_t{1} * rows * heads * dim), q(int64_t{1} * rows * q_heads * dim), out(int64_t{1} * rows * q_heads * dim);
+    Floats k(int64_t{1} * rows * heads * dim), v(int64_t{1} * rows * heads * dim),
+        q(int64_t{1} * rows * q_heads * dim), out(int64_t{1} * rows * q_heads * dim);
     const Workspace workspace(gpu, rows, 1), cpu_workspace(cpu, rows, 1);
     const kivi_batch step = batch_of(rows, ids, nullptr, 1);
     const auto decode = [&](Cache& cache, const Workspace& at, kivi_stream on) {
-        const kivi_tensor keys = k.view(cache.device, {rows, 1, heads, dim}), values = v.view(cache.device, {rows, 1, heads, dim});
-        const kivi_tensor queries = q.view(cache.device, {rows, 1, q_heads, dim}), result = out.view(cache.device, {rows, 1, q_heads, dim});
+        const kivi_tensor keys = k.view(cache.device, {rows, 1, heads, dim}),
+                          values = v.view(cache.device, {rows, 1, heads, dim});
+        const kivi_tensor queries = q.view(cache.device, {rows, 1, q_heads, dim}),
+                          result = out.view(cache.device, {rows, 1, q_heads, dim});
         KIVI_OK_(kivi_append(cache, 0, &step, &keys, &values, on));
         KIVI_OK_(kivi_attend(cache, 0, &step, &queries, &result, nullptr, at.data, at.bytes, on));
     };
@@ -278,7 +287,8 @@ TEST_CASE("ids, counts and offsets in device memory") {
     kivi_batch on_host = batch_of(3, arrays, arrays + 3, 290), on_device = batch_of(3, device, device + 3, 290);
     on_device.device = KIVI_CUDA;
     for (Cache* cache : {&cpu, &gpu}) {
-        const kivi_tensor keys = k.view(cache->device, {tokens, 2, 64}), values = v.view(cache->device, {tokens, 2, 64});
+        const kivi_tensor keys = k.view(cache->device, {tokens, 2, 64}),
+                          values = v.view(cache->device, {tokens, 2, 64});
         KIVI_OK_(kivi_append(*cache, 0, cache == &cpu ? &on_host : &on_device, &keys, &values, nullptr));
     }
     CHECK(gpu.length(0) == 0);
@@ -295,7 +305,8 @@ namespace {
 // Array: of queries and results.
 template <class Array>
 void check_independence() {
-    kivi_config small = config_of(spec_of(3, KIVI_AXIS_CHANNEL, 64), spec_of(2, KIVI_AXIS_TOKEN, 64), {8, 32, 128, 128}, 64, 64, 64);
+    kivi_config small = config_of(spec_of(3, KIVI_AXIS_CHANNEL, 64), spec_of(2, KIVI_AXIS_TOKEN, 64),
+                                  {8, 32, 128, 128}, 64, 64, 64);
     small.max_tokens = 5000;
     kivi_config large = small;
     large.max_sequences = 70;
@@ -395,7 +406,8 @@ TEST_CASE("memory of the wrong kind is refused, and nothing changes") {
 }
 
 TEST_CASE("addresses: any multiple of the element size, and nothing less") {
-    kivi_config config = config_of(spec_of(4, KIVI_AXIS_CHANNEL, 32), spec_of(4, KIVI_AXIS_TOKEN, 32), {2, 4, 128, 128}, 32, 32, 32);
+    kivi_config config = config_of(spec_of(4, KIVI_AXIS_CHANNEL, 32), spec_of(4, KIVI_AXIS_TOKEN, 32),
+                                   {2, 4, 128, 128}, 32, 32, 32);
     Cache cpu(config, KIVI_CPU), gpu(config, KIVI_CUDA);
     Numbers numbers(7);
     const int32_t id = 0;
@@ -411,23 +423,27 @@ TEST_CASE("addresses: any multiple of the element size, and nothing less") {
             return tensor;
         };
         const kivi_tensor keys = shifted(k.view(KIVI_CUDA, {1, tokens, 2, 128}));
-        const kivi_tensor queries = shifted(q.view(KIVI_CUDA, {1, 1, 4, 128})), result = shifted(out.view(KIVI_CUDA, {1, 1, 4, 128}));
+        const kivi_tensor queries = shifted(q.view(KIVI_CUDA, {1, 1, 4, 128})),
+                          result = shifted(out.view(KIVI_CUDA, {1, 1, 4, 128}));
         if (shift % 2 != 0) {
             const std::vector<uint8_t> before = gpu.blob(0);
             CHECK(kivi_append(gpu, 0, &all, &keys, &keys, nullptr) == KIVI_ERROR_INVALID_ARGUMENT);
             CHECK(std::string(kivi_last_error()) == "k.data is not aligned to its element size, 2 bytes");
-            CHECK(kivi_attend(gpu, 0, &one, &queries, &result, nullptr, space.data, space.bytes, nullptr) == KIVI_ERROR_INVALID_ARGUMENT);
+            CHECK(kivi_attend(gpu, 0, &one, &queries, &result, nullptr, space.data, space.bytes, nullptr) ==
+                  KIVI_ERROR_INVALID_ARGUMENT);
             CHECK(gpu.blob(0) == before);
             continue;
         }
         for (Cache* cache : {&cpu, &gpu}) {
             KIVI_OK_(kivi_sequence_reset(*cache, 0, nullptr));
             const kivi_tensor input = shifted(k.view(cache->device, {1, tokens, 2, 128}));
-            const kivi_tensor from = shifted(q.view(cache->device, {1, 1, 4, 128})), to = shifted(out.view(cache->device, {1, 1, 4, 128}));
+            const kivi_tensor from = shifted(q.view(cache->device, {1, 1, 4, 128})),
+                              to = shifted(out.view(cache->device, {1, 1, 4, 128}));
             KIVI_OK_(kivi_append(*cache, 0, &all, &input, &input, nullptr));
             // The workspace begins at an odd address.
             const Workspace& at = cache == &cpu ? on_cpu : space;
-            KIVI_OK_(kivi_attend(*cache, 0, &one, &from, &to, nullptr, static_cast<char*>(at.data) + 1, at.bytes, nullptr));
+            KIVI_OK_(kivi_attend(*cache, 0, &one, &from, &to, nullptr, static_cast<char*>(at.data) + 1,
+                                 at.bytes, nullptr));
         }
         CUDA_OK(cudaDeviceSynchronize());
         CHECK(gpu.blob(0) == cpu.blob(0));
@@ -444,7 +460,8 @@ TEST_CASE("addresses: any multiple of the element size, and nothing less") {
 }
 
 TEST_CASE("memory that the device does not have, and devices that do not exist") {
-    kivi_config config = config_of(spec_of(4, KIVI_AXIS_CHANNEL, 32), spec_of(4, KIVI_AXIS_TOKEN, 32), {64, 64, 256, 256}, 32, 32, 32);
+    kivi_config config = config_of(spec_of(4, KIVI_AXIS_CHANNEL, 32), spec_of(4, KIVI_AXIS_TOKEN, 32),
+                                   {64, 64, 256, 256}, 32, 32, 32);
     config.device = KIVI_CUDA;
     kivi_device_info info{};
     kivi_memory memory{};
@@ -477,7 +494,8 @@ TEST_CASE("memory that the device does not have, and devices that do not exist")
     CUDA_OK(cudaGetDeviceCount(&count));
     for (int32_t device_id : {count, 64, -1}) {
         config.device_id = device_id;
-        CHECK(kivi_cache_create(&config, &cache) == (device_id < 0 ? KIVI_ERROR_INVALID_ARGUMENT : KIVI_ERROR_NO_DEVICE));
+        CHECK(kivi_cache_create(&config, &cache) ==
+              (device_id < 0 ? KIVI_ERROR_INVALID_ARGUMENT : KIVI_ERROR_NO_DEVICE));
         CHECK(std::string(kivi_last_error()).find("device_id is " + std::to_string(device_id)) != std::string::npos);
     }
 }

@@ -103,16 +103,20 @@ class Decode {
     int run(kivi_stream stream) {
         kivi_batch batch = batch_of(rows_, nullptr, nullptr, kPrompt);
         const int32_t device = cache_.device;
-        const kivi_tensor k = k_.view(device, {rows_, kPrompt, kHeads, kDim}), v = v_.view(device, {rows_, kPrompt, kHeads, kDim});
-        const kivi_tensor q = q_.view(device, {rows_, 1, kQueryHeads, kDim}), out = out_.view(device, {rows_, 1, kQueryHeads, kDim});
+        const kivi_tensor k = k_.view(device, {rows_, kPrompt, kHeads, kDim}),
+                          v = v_.view(device, {rows_, kPrompt, kHeads, kDim});
+        const kivi_tensor q = q_.view(device, {rows_, 1, kQueryHeads, kDim}),
+                          out = out_.view(device, {rows_, 1, kQueryHeads, kDim});
         int failures = kivi_append(cache_, 0, &batch, &k, &v, stream) != KIVI_OK;
         batch.max_count = 1;
         for (int step = 0; step < steps_; ++step) {
             failures += kivi_append(cache_, 0, &batch, &k, &v, stream) != KIVI_OK;
-            failures += kivi_attend(cache_, 0, &batch, &q, &out, nullptr, workspace_.data, workspace_.bytes, stream) != KIVI_OK;
+            failures += kivi_attend(cache_, 0, &batch, &q, &out, nullptr, workspace_.data, workspace_.bytes,
+                                    stream) != KIVI_OK;
         }
         failures += kivi_flush_residual(cache_, 0, &batch, stream) != KIVI_OK;
-        failures += kivi_attend(cache_, 0, &batch, &q, &out, nullptr, workspace_.data, workspace_.bytes, stream) != KIVI_OK;
+        failures += kivi_attend(cache_, 0, &batch, &q, &out, nullptr, workspace_.data, workspace_.bytes,
+                                stream) != KIVI_OK;
         return failures;
     }
     std::vector<float> results() const { return cache_.device == KIVI_CPU ? out_.values() : out_.download(); }
@@ -239,9 +243,11 @@ TEST_CASE("fault 83, TEST 21: what is pending on one stream is seen on the next 
     const Stream first, second;
     cudaEvent_t appended;
     CUDA_OK(cudaEventCreateWithFlags(&appended, cudaEventDisableTiming));
-    const kivi_tensor from = written.view(KIVI_CUDA, {1, kPrompt, kHeads, kDim}), keys = k.view(KIVI_CUDA, {1, kPrompt, kHeads, kDim});
+    const kivi_tensor from = written.view(KIVI_CUDA, {1, kPrompt, kHeads, kDim}),
+                      keys = k.view(KIVI_CUDA, {1, kPrompt, kHeads, kDim});
     Gate gate(first);
-    CUDA_OK(cudaMemcpyAsync(keys.data, from.data, int64_t{2} * kPrompt * kHeads * kDim, cudaMemcpyDeviceToDevice, first));
+    CUDA_OK(cudaMemcpyAsync(keys.data, from.data, int64_t{2} * kPrompt * kHeads * kDim,
+                            cudaMemcpyDeviceToDevice, first));
     KIVI_OK_(kivi_append(gpu, 0, &batch, &keys, &keys, first));
     CUDA_OK(cudaEventRecord(appended, first));
     CUDA_OK(cudaStreamWaitEvent(second, appended, 0));
@@ -274,8 +280,8 @@ TEST_CASE("threads attend to one cache at once, each on its own stream") {
             kivi_tensor result = out.view(KIVI_CUDA, {3, 1, kQueryHeads, kDim});
             result.data = static_cast<uint16_t*>(result.data) + t * 3 * kQueryHeads * kDim;
             for (int i = 0; i < 200; ++i) {
-                failures += kivi_attend(gpu, 0, &batch, &queries, &result, nullptr, workspaces[t].data, workspaces[t].bytes,
-                                        streams[t]) != KIVI_OK;
+                failures += kivi_attend(gpu, 0, &batch, &queries, &result, nullptr, workspaces[t].data,
+                                        workspaces[t].bytes, streams[t]) != KIVI_OK;
             }
         });
     }

@@ -13,8 +13,9 @@ using namespace gpu_test;
 namespace {
 
 enum class Content { usual, ties, tiny, damaged, minus_zero, constant, large, symmetric, huge };
-const char* const kContentNames[] = {"usual", "ties", "tiny scales", "NaN and infinity", "-0 beside NaN", "constant channels", "large",
-                                     "symmetric", "huge"};
+const char* const kContentNames[] = {
+    "usual", "ties",      "tiny scales", "NaN and infinity", "-0 beside NaN", "constant channels",
+    "large", "symmetric", "huge"};
 
 struct Way {
     bool rotated_keys, rotated_values, query_aware;
@@ -53,7 +54,10 @@ std::vector<float> rows_of(Numbers& numbers, int64_t rows, int dim, Content cont
             case Content::ties: x[i] = std::floor(x[i] * 3) * (c % 2 ? 0.25f : 3.0f); break;
             case Content::tiny: x[i] = i % 3 == 0 ? 0.0f : x[i] * 6e-8f * static_cast<float>(1 + c % 40); break;
             case Content::damaged:
-                if (i % 997 == 3) x[i] = i % 2 ? std::numeric_limits<float>::quiet_NaN() : -std::numeric_limits<float>::infinity();
+                if (i % 997 == 3) {
+                    x[i] = i % 2 ? std::numeric_limits<float>::quiet_NaN()
+                                 : -std::numeric_limits<float>::infinity();
+                }
                 break;
             case Content::minus_zero:  // the least number of most groups
                 x[i] = i % 997 == 3 ? std::numeric_limits<float>::quiet_NaN() : i % 7 == 2 ? -0.0f : std::fabs(x[i]);
@@ -74,14 +78,20 @@ std::vector<float> rows_of(Numbers& numbers, int64_t rows, int dim, Content cont
 class Pair {
   public:
     Pair(const Instance& instance, const Way& way, uint64_t seed, int64_t max_tokens = 3000)
-        : cpu(config_for(instance, way, max_tokens), KIVI_CPU), gpu(config_for(instance, way, max_tokens), KIVI_CUDA), numbers(seed), dim_(instance.dim), dtype_(way.dtype) {
+        : cpu(config_for(instance, way, max_tokens), KIVI_CPU),
+          gpu(config_for(instance, way, max_tokens), KIVI_CUDA),
+          numbers(seed),
+          dim_(instance.dim),
+          dtype_(way.dtype) {
         if (!way.query_aware) return;
         std::vector<float> m(size_t(2) * dim_ * dim_, 0.0f);
         for (int head = 0; head < 2; ++head) {
             const std::vector<float> q = numbers.rows(2 * dim_, dim_);
             for (int row = 0; row < 2 * dim_; ++row) {
                 for (int i = 0; i < dim_; ++i) {
-                    for (int j = 0; j < dim_; ++j) m[(size_t(head) * dim_ + i) * dim_ + j] += q[row * dim_ + i] * q[row * dim_ + j];
+                    for (int j = 0; j < dim_; ++j) {
+                        m[(size_t(head) * dim_ + i) * dim_ + j] += q[row * dim_ + i] * q[row * dim_ + j];
+                    }
                 }
             }
         }
@@ -101,7 +111,8 @@ class Pair {
         Halfs v(rows_of(numbers, int64_t{2} * count * 2, width, content), dtype_);
         const kivi_batch batch = batch_of(2, ids, counts, count);
         for (Cache* cache : {&cpu, &gpu}) {
-            kivi_tensor keys = k.view(cache->device, {2, count, 2, width}), values = v.view(cache->device, {2, count, 2, width});
+            kivi_tensor keys = k.view(cache->device, {2, count, 2, width}),
+                        values = v.view(cache->device, {2, count, 2, width});
             keys.shape[3] = values.shape[3] = dim_;
             KIVI_OK_(kivi_append(*cache, 0, &batch, &keys, &values, cache == &gpu ? stream : nullptr));
         }
@@ -141,8 +152,13 @@ static void check_every_instance(int32_t dtype) {
     for (const Instance& instance : kInstances) {
         const int group = instance.key_group;
         for (int which = 0; which < 8; ++which) {
-            const Way way{(which & 1) != 0, (which & 2) != 0, (which & 4) != 0, which % 3 == 1 ? 0 : group, which % 2 ? 64 : 0,
-                          which % 3 == 0 ? 128 : group, dtype};
+            const Way way{(which & 1) != 0,
+                          (which & 2) != 0,
+                          (which & 4) != 0,
+                          which % 3 == 1 ? 0 : group,
+                          which % 2 ? 64 : 0,
+                          which % 3 == 0 ? 128 : group,
+                          dtype};
             CAPTURE(instance.name);
             CAPTURE(which);
             Pair pair(instance, way, seed++);
@@ -164,7 +180,10 @@ static void check_hard_numbers(int32_t dtype, std::initializer_list<Content> con
                 CAPTURE(instance.name);
                 CAPTURE(which);
                 CAPTURE(kContentNames[static_cast<int>(content)]);
-                Pair pair(instance, {(which & 1) != 0, (which & 2) != 0, (which & 4) != 0, 0, 32, instance.key_group, dtype}, seed++);
+                Pair pair(
+                    instance,
+                    {(which & 1) != 0, (which & 2) != 0, (which & 4) != 0, 0, 32, instance.key_group, dtype},
+                    seed++);
                 pair.append(450, 0, content);
                 pair.append(100, 8, content);
                 pair.compare();
@@ -177,11 +196,12 @@ TEST_CASE("every instance, rounding and transform, prompts in pieces") { check_e
 TEST_CASE("the same of bf16") { check_every_instance(KIVI_BF16); }
 
 TEST_CASE("numbers that are hard to code") {
-    check_hard_numbers(KIVI_F16, {Content::ties, Content::tiny, Content::damaged, Content::minus_zero, Content::constant,
-                                  Content::large, Content::symmetric});
+    check_hard_numbers(KIVI_F16, {Content::ties, Content::tiny, Content::damaged, Content::minus_zero,
+                                  Content::constant, Content::large, Content::symmetric});
 }
 TEST_CASE("numbers of bf16 that are hard to code") {
-    check_hard_numbers(KIVI_BF16, {Content::ties, Content::damaged, Content::minus_zero, Content::symmetric, Content::huge});
+    check_hard_numbers(
+        KIVI_BF16, {Content::ties, Content::damaged, Content::minus_zero, Content::symmetric, Content::huge});
 }
 
 // Blocks go from page to page, and pages have neighbours of other heads.
@@ -230,7 +250,8 @@ TEST_CASE("a captured chunk of a prompt replays") {
     const kivi_batch batch = batch_of(1, &sequence, nullptr, count);
     const Stream stream;
     const auto append = [&](Cache& cache, kivi_stream on) {
-        const kivi_tensor keys = k.view(cache.device, {1, count, 2, dim}), values = v.view(cache.device, {1, count, 2, dim});
+        const kivi_tensor keys = k.view(cache.device, {1, count, 2, dim}),
+                          values = v.view(cache.device, {1, count, 2, dim});
         KIVI_OK_(kivi_append(cache, 0, &batch, &keys, &values, on));
     };
     const Captured captured(stream, [&] { append(pair.gpu, stream); });

@@ -25,7 +25,8 @@ Function* driver(const char* name) {
 
 // "decode prefill" or whatever kernels of attention a graph launches, in the order of the alphabet.
 std::string kernels_of(cudaGraph_t graph) {
-    static auto* const params_of = driver<CUresult(CUgraphNode, CUDA_KERNEL_NODE_PARAMS_v2*)>("cuGraphKernelNodeGetParams");
+    static auto* const params_of =
+        driver<CUresult(CUgraphNode, CUDA_KERNEL_NODE_PARAMS_v2*)>("cuGraphKernelNodeGetParams");
     static auto* const name_of_function = driver<CUresult(const char**, CUfunction)>("cuFuncGetName");
     static auto* const name_of_kernel = driver<CUresult(const char**, CUkernel)>("cuKernelGetName");
     size_t count = 0;
@@ -37,7 +38,8 @@ std::string kernels_of(cudaGraph_t graph) {
         CUDA_KERNEL_NODE_PARAMS_v2 params{};
         REQUIRE(params_of(node, &params) == CUDA_SUCCESS);
         const char* name = "";
-        REQUIRE((params.func != nullptr ? name_of_function(&name, params.func) : name_of_kernel(&name, params.kern)) == CUDA_SUCCESS);
+        REQUIRE((params.func != nullptr ? name_of_function(&name, params.func)
+                                        : name_of_kernel(&name, params.kern)) == CUDA_SUCCESS);
         for (const char* kernel : {"decode", "prefill", "attend"}) {
             if (std::strstr(name, (std::string(kernel) + "_kernel").c_str()) != nullptr) found.push_back(kernel);
         }
@@ -71,11 +73,13 @@ std::string kernels_of(const kivi_config& config, const Call& call) {
     const int heads = config.layer.q_heads, kv_heads = config.layer.kv_heads, dim = config.layer.key_dim;
     int tokens = 0, most = 0;
     for (int32_t count : call.counts) tokens += count, most = std::max(most, count);
-    Halfs q(int64_t{1} * tokens * heads * dim), out(int64_t{1} * tokens * heads * dim), k(int64_t{1} * tokens * kv_heads * dim);
+    Halfs q(int64_t{1} * tokens * heads * dim), out(int64_t{1} * tokens * heads * dim),
+        k(int64_t{1} * tokens * kv_heads * dim);
     Floats wide(int64_t{1} * tokens * heads * dim);
     const int rows = static_cast<int>(call.counts.size());
     const kivi_batch batch = batch_of(rows, nullptr, call.counts.data(), most);
-    const kivi_tensor in = call.floats ? wide.view(KIVI_CUDA, {tokens, heads, dim}) : q.view(KIVI_CUDA, {tokens, heads, dim});
+    const kivi_tensor in =
+        call.floats ? wide.view(KIVI_CUDA, {tokens, heads, dim}) : q.view(KIVI_CUDA, {tokens, heads, dim});
     const kivi_tensor to = call.floats ? in : out.view(KIVI_CUDA, {tokens, heads, dim});
     const kivi_tensor fresh = k.view(KIVI_CUDA, {tokens, kv_heads, dim});
     kivi_attend_params params;
@@ -104,8 +108,13 @@ TEST_CASE("the path said is the path taken") {
         change(config);
         return config;
     };
-    const kivi_config fast[] = {config_for("k3v2"), config_for("kivi2-sink"), config_for("k4v2"), config_for("kivi4"), config_for("f16"),
-                                with(config_for("k3v2"), [](kivi_config& c) { c.window_dtype = KIVI_F16, c.layer.q_heads = 32; })};
+    const kivi_config fast[] = {
+        config_for("k3v2"),
+        config_for("kivi2-sink"),
+        config_for("k4v2"),
+        config_for("kivi4"),
+        config_for("f16"),
+        with(config_for("k3v2"), [](kivi_config& c) { c.window_dtype = KIVI_F16, c.layer.q_heads = 32; })};
     for (const kivi_config& config : fast) {
         const kivi_support support = support_of(config);
         CHECK(support.attend_path == KIVI_PATH_FAST);

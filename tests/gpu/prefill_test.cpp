@@ -261,7 +261,8 @@ TEST_CASE("a captured chunk of a prompt replays while lengths advance, in a work
             kivi_attend_params_init(&params, sizeof params);
             if (fresh) params.k = &keys, params.v = &values;
             if (!fresh) KIVI_OK_(kivi_append(cache, 0, &batch, &keys, &values, stream));
-            KIVI_OK_(kivi_attend(cache, 0, &batch, &queries, &result, &params, workspace.data, workspace.bytes, stream));
+            KIVI_OK_(kivi_attend(cache, 0, &batch, &queries, &result, &params, workspace.data,
+                                 workspace.bytes, stream));
             if (fresh) KIVI_OK_(kivi_append(cache, 0, &batch, &keys, &values, stream));
         };
         const Stream stream;
@@ -317,7 +318,8 @@ constexpr int kLength = 1000, kChannel = 7, kKvHeads = 2, kQHeads = 8;
 void check_damage(const Damage& d) {
     const Instance& instance = d.instance;
     const int dim = instance.dim, unit = instance.key_group, cached = d.fresh ? kLength - d.count : kLength;
-    const Cache gpu(config_for(instance, {kKvHeads, kQHeads, unit, 96, unit, 1200, false, false, d.dtype}, 2), KIVI_CUDA);
+    const Cache gpu(config_for(instance, {kKvHeads, kQHeads, unit, 96, unit, 1200, false, false, d.dtype}, 2),
+                    KIVI_CUDA);
     Numbers numbers(3);
     std::vector<float> keys = numbers.rows(kLength * kKvHeads, dim), values = numbers.rows(kLength * kKvHeads, dim);
     Halfs q(numbers.rows(int64_t{d.count} * kQHeads, dim), d.dtype);
