@@ -49,7 +49,7 @@ __device__ __forceinline__ void set_params_apart(HeadState<C>& s, const DecodeAr
                 for (int j = g * kGroupSteps; j < (g + 1) * kGroupSteps; ++j) {
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
-                        if (h == C::kTileRows * (h / C::kTileRows) + e % C::kTileRows) {
+                        if (h % C::kTileRows == e % C::kTileRows) {
                             s.out[h / C::kTileRows][j][e] = NAN;
                         }
                     }

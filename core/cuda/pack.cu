@@ -340,12 +340,9 @@ bool with_config(const Layer& layer, const Visit& visit) {
 
 // Rows that tiles are fetched from: 16-byte chunks, and strides whose bytes fit a word.
 bool plain(const View& view, const TensorStore& store) {
-    const auto strides = [](int64_t elements) {
-        return elements % 8 == 0 && elements >= 0 && elements < int64_t{1} << 30;
-    };
+    const auto fits = [](int64_t elements) { return elements >= 0 && elements < int64_t{1} << 30; };
     return view.dtype == store.window_dtype && store.window_dtype != KIVI_F32 && store.order.order == Order::fragment &&
-           store.spec().range == KIVI_RANGE_MINMAX && reinterpret_cast<uintptr_t>(view.data) % 16 == 0 &&
-           strides(view.token_stride) && strides(view.head_stride) && (view.ragged || view.row_stride % 8 == 0);
+           store.spec().range == KIVI_RANGE_MINMAX && aligned(view) && fits(view.token_stride) && fits(view.head_stride);
 }
 bool query_aware(const WriteArgs& args) { return args.layer.feedback.order != nullptr; }
 

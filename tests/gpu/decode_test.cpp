@@ -12,14 +12,6 @@ using namespace gpu_test;
 
 namespace {
 
-kivi_spec spec_of(int bits, int axis, int group, bool rotated) {
-    kivi_spec spec{};
-    spec.bits = bits;
-    if (bits < 16) spec.axis = axis, spec.group = group;
-    spec.transform = rotated ? KIVI_TRANSFORM_HADAMARD : KIVI_TRANSFORM_NONE;
-    return spec;
-}
-
 std::vector<Instance> every_instance() {
     std::vector<Instance> all(std::begin(kInstances), std::end(kInstances));
     all.insert(all.end(), std::begin(kPlainInstances), std::end(kPlainInstances));
@@ -40,22 +32,7 @@ struct Options {
 };
 
 kivi_config config_for(const Instance& instance, const Serving& shape) {
-    kivi_config config;
-    kivi_config_init(&config, sizeof config);
-    config.layer_count = 1;
-    config.layer.kv_heads = shape.kv_heads;
-    config.layer.q_heads = shape.q_heads;
-    config.layer.key_dim = config.layer.value_dim = instance.dim;
-    config.layer.k = spec_of(instance.key_bits, KIVI_AXIS_CHANNEL, instance.key_group, shape.rotated_keys);
-    config.layer.v = spec_of(instance.value_bits, KIVI_AXIS_TOKEN, instance.value_group, shape.rotated_values);
-    config.max_sequences = shape.sequences;
-    config.max_tokens = shape.max_tokens;
-    config.sink = shape.sink;
-    config.recent = shape.recent;
-    config.flush = shape.flush;
-    config.window_dtype = shape.dtype;
-    config.threads = 8;
-    return config;
+    return config_for(instance, shape, shape.sequences);
 }
 
 kivi_config on_cpu(kivi_config config, const Serving& shape) {

@@ -33,4 +33,34 @@ const Instance kPlainInstances[] = {
     {"16/16 dim 256", 256, 16, 16, 32, 0},
 };
 
+inline kivi_spec spec_of(int bits, int axis, int group, bool rotated) {
+    kivi_spec spec{};
+    spec.bits = bits;
+    if (bits < 16) spec.axis = axis, spec.group = group;
+    spec.transform = rotated ? KIVI_TRANSFORM_HADAMARD : KIVI_TRANSFORM_NONE;
+    return spec;
+}
+
+// One layer of an instance. Serving: kv_heads, q_heads, sink, recent, flush, max_tokens, rotated_keys, rotated_values and
+// dtype, of a test's own.
+template <class Serving>
+kivi_config config_for(const Instance& instance, const Serving& serving, int sequences) {
+    kivi_config config;
+    kivi_config_init(&config, sizeof config);
+    config.layer_count = 1;
+    config.layer.kv_heads = serving.kv_heads;
+    config.layer.q_heads = serving.q_heads;
+    config.layer.key_dim = config.layer.value_dim = instance.dim;
+    config.layer.k = spec_of(instance.key_bits, KIVI_AXIS_CHANNEL, instance.key_group, serving.rotated_keys);
+    config.layer.v = spec_of(instance.value_bits, KIVI_AXIS_TOKEN, instance.value_group, serving.rotated_values);
+    config.max_sequences = sequences;
+    config.max_tokens = serving.max_tokens;
+    config.sink = serving.sink;
+    config.recent = serving.recent;
+    config.flush = serving.flush;
+    config.window_dtype = serving.dtype;
+    config.threads = 8;
+    return config;
+}
+
 }  // namespace gpu_test

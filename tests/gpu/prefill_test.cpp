@@ -21,33 +21,6 @@ struct Serving {
     int32_t dtype = KIVI_F16;  // of windows, queries, and keys and values of the call; bf16: results are f32
 };
 
-kivi_config config_for(const Instance& instance, const Serving& serving, int sequences) {
-    const auto spec_of = [](int bits, int axis, int group, bool rotated) {
-        kivi_spec spec{};
-        spec.bits = bits;
-        spec.axis = axis;
-        spec.group = group;
-        spec.transform = rotated ? KIVI_TRANSFORM_HADAMARD : KIVI_TRANSFORM_NONE;
-        return spec;
-    };
-    kivi_config config;
-    kivi_config_init(&config, sizeof config);
-    config.layer_count = 1;
-    config.layer.kv_heads = serving.kv_heads;
-    config.layer.q_heads = serving.q_heads;
-    config.layer.key_dim = config.layer.value_dim = instance.dim;
-    config.layer.k = spec_of(instance.key_bits, KIVI_AXIS_CHANNEL, instance.key_group, serving.rotated_keys);
-    config.layer.v = spec_of(instance.value_bits, KIVI_AXIS_TOKEN, instance.value_group, serving.rotated_values);
-    config.max_sequences = sequences;
-    config.max_tokens = serving.max_tokens;
-    config.sink = serving.sink;
-    config.recent = serving.recent;
-    config.flush = serving.flush;
-    config.threads = 8;
-    config.window_dtype = serving.dtype;
-    return config;
-}
-
 // How a call differs from the plain one.
 struct Ask {
     float q_scale = 1, scale = 0, soft_cap = 0;
@@ -318,7 +291,7 @@ constexpr int kLength = 1000, kChannel = 7, kKvHeads = 2, kQHeads = 8;
 void check_damage(const Damage& d) {
     const Instance& instance = d.instance;
     const int dim = instance.dim, unit = instance.key_group, cached = d.fresh ? kLength - d.count : kLength;
-    const Cache gpu(config_for(instance, {kKvHeads, kQHeads, unit, 96, unit, 1200, false, false, d.dtype}, 2),
+    const Cache gpu(config_for(instance, Serving{kKvHeads, kQHeads, unit, 96, unit, 1200, false, false, d.dtype}, 2),
                     KIVI_CUDA);
     Numbers numbers(3);
     std::vector<float> keys = numbers.rows(kLength * kKvHeads, dim), values = numbers.rows(kLength * kKvHeads, dim);
