@@ -152,9 +152,10 @@ __device__ void decode_packed(const TensorStore& store, const uint8_t* part, int
         with_bits(bits, [&](auto of) {
             for (int i = team.thread; i < FragmentOrder::pieces(order, kTile); i += team.threads) {
                 FragmentOrder::read<decltype(of)::value>(order, part, block, i, [&](int t, int c, int code) {
+                    if (t < skip || t >= skip + count) return;
                     const int offset = at.offset(t, c);
                     const GroupParams params = load_params(order, part, at.scales + offset, at.mins + offset);
-                    if (t >= skip && t < skip + count) to[(t - skip) * stride + c] = decode_code(code, params);
+                    to[(t - skip) * stride + c] = decode_code(code, params);
                 });
             }
         });

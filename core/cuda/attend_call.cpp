@@ -8,7 +8,10 @@
 namespace kivi::cuda {
 namespace {
 
-bool prefills(const Layer& layer) { return layer.key.order.order == Order::fragment; }
+// The kernel for many rows takes keys and values of a position in one form.
+bool prefills(const Layer& layer) {
+    return layer.key.order.order == Order::fragment && layer.key.windows.schedule == KIVI_SCHEDULE_ROLLING;
+}
 
 void launch(const AttendArgs& args, bool decodes, const Gpu& gpu, Stream stream) {
     if (decodes && decode_takes(args)) {

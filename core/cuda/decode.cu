@@ -29,6 +29,7 @@ template <class C>
 bool fits(const TensorStore& key, const TensorStore& value) {
     return key.dim == C::kDim && value.dim == C::kDim && key.window_dtype == (C::kBf16 ? KIVI_BF16 : KIVI_F16) &&
            key.spec().bits == C::kKeyBits && value.spec().bits == C::kValueBits &&
+           (key.windows.schedule == KIVI_SCHEDULE_PUBLISHED) == C::kPublished &&
            (C::kPlain || (key.spec().group == C::kKeyGroup && value_group(value) == C::kDim / C::kValueGroups));
 }
 
@@ -118,7 +119,7 @@ template <class C>
 int64_t most_runs_of_a_row(const Layer& layer) {
     const auto visits = [](int64_t tokens, int of) { return (tokens + of - 1) / of; };
     const int64_t all = visits(layer.key.windows.sink, C::kWindowTokens) +
-                        visits(layer.key.tail_rows, C::kWindowTokens) +
+                        visits(layer.value.tail_rows, C::kWindowTokens) +
                         visits(layer.max_tokens, C::kVisitTokens);
     return layer.key.heads * visits(all, C::kRunVisits);
 }
@@ -147,7 +148,7 @@ template <class C>
 int64_t most_weight(const AttendArgs& args) {
     const TensorStore& key = args.layer.key;
     const auto visits = [](int64_t rows) { return (rows + C::kWindowTokens - 1) / C::kWindowTokens; };
-    return (visits(key.windows.sink) + visits(key.tail_rows)) * C::kWindowWeight +
+    return (visits(key.windows.sink) + visits(args.layer.value.tail_rows)) * C::kWindowWeight +
            args.batch.most_pages * (kPageTokens / C::kVisitTokens) * C::kVisitWeight;
 }
 
@@ -169,8 +170,10 @@ const char* why_not_decode(const TensorStore& key, const TensorStore& value, int
         return "the fast kernel needs keys by channel and values by token, or both of 16 bits";
     }
     if (k.param_dtype == KIVI_F32 || v.param_dtype == KIVI_F32) return "the fast kernel needs scales in f16";
-    if (key.windows.schedule != KIVI_SCHEDULE_ROLLING) return "the fast kernel needs the rolling schedule";
     if (!with_instances(key, value, [](auto) { return true; })) {
+        if (key.windows.schedule == KIVI_SCHEDULE_PUBLISHED) {
+            return "no fast kernel is made for these bits, groups, head dims and window dtype with the published schedule";
+        }
         return "no fast kernel is made for these bits, groups, head dims and window dtype";
     }
     if (!with_instances(key, value, [&](auto config) { return ratio <= decltype(config)::kRows; })) {

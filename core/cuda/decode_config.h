@@ -11,7 +11,7 @@ namespace kivi::cuda::fast {
 constexpr int greatest_divisor(int a, int b) { return b != 0 ? greatest_divisor(b, a % b) : a; }
 
 template <bool BF16, int DIM, int KEY_BITS, int VALUE_BITS, int KEY_GROUP, int VALUE_GROUP, int ROWS, int WARPS,
-          int VISIT_BLOCKS, int STEP_BLOCKS>
+          int VISIT_BLOCKS, int STEP_BLOCKS, bool PUBLISHED = false>
 struct Config {
     static constexpr bool kBf16 = BF16;  // q, out and the windows; scales and mins are fp16
     static constexpr int kDim = DIM, kKeyBits = KEY_BITS, kValueBits = VALUE_BITS;
@@ -33,10 +33,11 @@ struct Config {
     // A visit to a window: 16 tokens, keys then values; 8 where 16 would make the slots too large. Pages of 16 bits hold
     // rows like those of windows, and are visited as these are: what follows about codes is not for them.
     static constexpr bool kPlain = KEY_BITS == 16;
+    static constexpr bool kPublished = PUBLISHED;  // the schedule of decode_middle.cuh
     static constexpr int kWindowTokens = DIM > 128 ? 8 : 16, kRowBytes = 2 * DIM;
     static constexpr int kWindowHalf = kWindowTokens * kRowBytes;
     static constexpr int kVisitTokens = kPlain ? kWindowTokens : VISIT_BLOCKS * kBlockTokens;
-    static_assert(kPlain == (VALUE_BITS == 16));
+    static_assert(kPlain == (VALUE_BITS == 16) && !(kPlain && PUBLISHED));
     static_assert(DIM == 64 || DIM == 128 || DIM == 256);
     static_assert(KEY_BITS != 3 || DIM >= 128, "sixteen operands share three vectors");
     static_assert(kValueGroups <= 8, "a row of the operand for each group's mins");
@@ -63,6 +64,7 @@ struct Config {
     }
     static constexpr int kKeyStride = VISIT_BLOCKS > 1 ? key_codes(1) - key_codes(0) : 0;
     static_assert(VISIT_BLOCKS <= 2 || KEY_GROUP == 32, "blocks of a visit equally far apart");
+    static_assert(!PUBLISHED || kKeyParams + kKeyCodes <= kWindowHalf, "in place of keys of 16 bits");
 
     static constexpr int kSlotBytes =
         ((2 * kWindowHalf > kVisitBytes ? 2 * kWindowHalf : kVisitBytes) + 127) / 128 * 128;

@@ -18,6 +18,7 @@
 #include "cuda/decode_instructions.cuh"
 #include "cuda/decode_line.cuh"
 #include "cuda/decode_merge.cuh"
+#include "cuda/decode_middle.cuh"
 #include "cuda/decode_output.cuh"
 #include "cuda/decode_pages.cuh"
 #include "cuda/decode_plan.cuh"
@@ -161,7 +162,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         }
 
         barrier_wait(full + 8 * stage, parity);
-        if (C::kPlain || info_kind(info) != kPage) {
+        if (C::kPublished && info_kind(info) == kMiddle) {
+            if constexpr (C::kPublished) visit_middle<C>(state, shared, p, shared.ring[warp][stage], info, warp, lane);
+        } else if (C::kPlain || info_kind(info) != kPage) {
             visit_window<C>(state, shared, p, shared.ring[warp][stage], info, warp, lane);
         } else if constexpr (!C::kPlain) {
             visit_page<C>(state, key, shared, p, shared.ring[warp][stage], info, visit > 0 && info_part<C>(info) > 0,

@@ -23,11 +23,16 @@ namespace kivi::cuda::fast {
 // A row of the batch, read once by one thread and then kept in shared memory.
 struct alignas(16) BatchRow {
     int sequence;            // of the cache; -1 if the row is to be skipped
-    int sink, packed, tail;  // tokens; all 0 in a row that is skipped
+    int sink, packed, tail;  // tokens; all 0 in a row that is skipped. kPublished: `sink` are those of the middle
     int index, offset;       // where it lies in tensors: as a row of rank 4, behind so many tokens in rank 3
     unsigned weight;         // of each of its KV heads on the line
     int skip;                // visits to pages that no query sees any more, whole key groups
     __device__ __forceinline__ int total() const { return sink + packed + tail; }
+    // Tokens before the pages, and after them.
+    template <class C>
+    __device__ __forceinline__ int before() const { return C::kPublished ? 0 : sink; }
+    template <class C>
+    __device__ __forceinline__ int after() const { return C::kPublished ? sink + tail : tail; }
     __device__ __forceinline__ int64_t origin(const Strides& strides) const {
         return strides.ragged ? offset * strides.token : index * strides.row;
     }
@@ -38,12 +43,17 @@ __device__ __forceinline__ int window_begin(const DecodeArgs& p, const BatchRow&
     return row.total() - p.tokens - p.window_left;
 }
 
+// kPublished: rows of the values' ring beyond those of the keys' (tail_capacity in format/policy.h).
+constexpr int kMoreValueRows = 1;
+
 template <class C>
 struct Extent {
-    unsigned sinks, windows, visits;  // visits to the sink window; to it and the tail; to everything
+    unsigned sinks, windows, visits;  // visits to the sink window, or the middle; to it and the tail; to everything
     bool runs;                        // places are numbers of runs
     __device__ Extent(const DecodeArgs& p, const BatchRow& l) : runs(p.invariant) {
-        sinks = unsigned(l.sink + C::kWindowTokens - 1) / C::kWindowTokens;
+        sinks = C::kPublished
+                    ? unsigned(l.packed + l.sink) / C::kWindowTokens - unsigned(l.packed) / C::kWindowTokens
+                    : unsigned(l.sink + C::kWindowTokens - 1) / C::kWindowTokens;
         windows = sinks + unsigned(l.tail + C::kWindowTokens - 1) / C::kWindowTokens;
         visits = windows + unsigned(l.packed + C::kVisitTokens - 1) / C::kVisitTokens - l.skip;
     }
@@ -86,12 +96,18 @@ __device__ __forceinline__ BatchRow read_row(const DecodeArgs& p, int r) {
     if (row.sequence >= 0) {
         const int length = static_cast<int>(p.spans[row.sequence].length);
         const int border = static_cast<int>(p.spans[row.sequence].key_border);
-        row.sink = min(length, p.sink);
-        row.packed = max(border - p.sink, 0);
+        if constexpr (C::kPublished) {  // no sinks; keys are packed further than values
+            row.packed = static_cast<int>(p.spans[row.sequence].value_border);
+            row.sink = border - row.packed;
+        } else {
+            row.sink = min(length, p.sink);
+            row.packed = max(border - p.sink, 0);
+        }
         row.tail = length - row.sink - row.packed;
         if (p.window_left >= 0) {
             constexpr int kTokens = C::kVisitTokens > C::kKeyGroup ? C::kVisitTokens : C::kKeyGroup;
-            row.skip = min(max(window_begin(p, row) - row.sink, 0), row.packed) / kTokens * (kTokens / C::kVisitTokens);
+            row.skip = min(max(window_begin(p, row) - row.before<C>(), 0), row.packed) / kTokens *
+                       (kTokens / C::kVisitTokens);
         }
         row.weight = Extent<C>(p, row).weight();
     }
@@ -113,6 +129,12 @@ struct Partition {
         return in_wide ? number : remainder + number;
     }
 };
+
+// Position with which visit i to the middle begins.
+template <class C>
+__device__ __forceinline__ int middle_begin(const BatchRow& row, unsigned i) {
+    return (row.packed / C::kWindowTokens + static_cast<int>(i)) * C::kWindowTokens;
+}
 
 // How many blocks share the work. A block's piece is at least as long as the heaviest visit, so at least one visit
 // begins in it. Where there is little work the merge over blocks counts: then blocks begin where segments of equal
@@ -145,14 +167,25 @@ struct alignas(16) BlockPiece {
 
 // One visit of a warp.
 struct alignas(16) Visit {
-    const uint8_t* source;  // of keys: the page, or the window row
+    const uint8_t* source;  // of keys: the page, or the window row. kPublished, but for pages: places
     int segment;            // see below; -1: no more visits
     int info;               // see below
+};
+// Slots of the two rings; in the middle keys have a page. In the bits of Visit::source: a union there costs registers.
+struct Places {
+    uint32_t keys, values;
+    __device__ __forceinline__ Places(uint32_t keys, uint32_t values) : keys(keys), values(values) {}
+    __device__ __forceinline__ explicit Places(const Visit& v)
+        : keys(static_cast<uint32_t>(reinterpret_cast<uint64_t>(v.source))),
+          values(static_cast<uint32_t>(reinterpret_cast<uint64_t>(v.source) >> 32)) {}
+    __device__ __forceinline__ const uint8_t* source() const {
+        return reinterpret_cast<const uint8_t*>(uint64_t{values} << 32 | keys);
+    }
 };
 __device__ __forceinline__ int segment_of(int row, int head) { return row << 16 | head; }
 __device__ __forceinline__ int row_of(int segment) { return segment >> 16; }
 __device__ __forceinline__ int head_of(int segment) { return segment & 0xFFFF; }
-enum Kind { kPage, kSink, kTail, kRows };  // kRows: a page of 16 bits
+enum Kind { kPage, kSink, kTail, kRows, kMiddle = kSink };  // kRows: a page of 16 bits; kMiddle: decode_middle.cuh
 __device__ __forceinline__ int info_valid(int i) { return i & 255; }         // tokens that exist
 __device__ __forceinline__ int info_left(int i) { return i >> 8 & 255; }     // to the sequence's end, at most 255
 __device__ __forceinline__ int info_kind(int i) { return i >> 16 & 3; }
@@ -160,6 +193,9 @@ __device__ __forceinline__ int info_block(int i) { return i >> 18 & 3; }     // 
 __device__ __forceinline__ bool info_first(int i) { return i >> 20 & 1; }    // of its segment, or of a run
 __device__ __forceinline__ bool info_last(int i) { return i >> 21 & 1; }     // of its segment
 __device__ __forceinline__ int info_straight(int i) { return i >> 22 & 31; }  // of rows: tokens before the ring's end
+// Of the middle: tokens before its first one; which kWindowTokens of the block it has, in place of those that exist.
+__device__ __forceinline__ int info_hidden(int i) { return i >> 22 & 31; }
+__device__ __forceinline__ int info_part_of_block(int i) { return i & 255; }
 // How many of the first tokens the last query token does not see any more; at most 255, of rows 31.
 __device__ __forceinline__ int info_cut(int i) { return info_kind(i) == kPage ? i >> 22 & 255 : i >> 27 & 31; }
 // Number of the visit in its key group, where that is longer.

@@ -74,25 +74,24 @@ constexpr bool __host__ __device__ opens_vector(int bits, int number, int steps)
     return bits == 3 ? n == 0 || n == (steps == 8 ? 8 : 5) || n == 10 : field_of(bits, number) == 0;
 }
 
-// Products of keys and queries for the blocks first .. first + kStepBlocks - 1 of the visit: c[2 * block +
-// unit][tile]. All
+// Products of keys and queries for the blocks first .. first + BLOCKS - 1 of the visit: c[2 * block + unit][tile]. All
 // units go forward together, for more independent mma.
-template <class C, int SCALED>
+template <class C, int BLOCKS, int SCALED>
 __device__ __forceinline__ void key_products(const uint8_t* slot, int first, int lane,
                                              const ScaledQueries<C> (&scaled)[SCALED],
-                                             float (&c)[2 * C::kStepBlocks][C::kTiles][4]) {
+                                             float (&c)[2 * BLOCKS][C::kTiles][4]) {
     constexpr int kVectors = C::kKeyCodes / kVectorBytes;
     const uint8_t* const codes = slot + C::key_codes(0) + C::kKeyStride * first + lane * 16;
-    uint4 w[C::kStepBlocks][kVectors], x[C::kStepBlocks][kVectors];
+    uint4 w[BLOCKS][kVectors], x[BLOCKS][kVectors];
 #pragma unroll
-    for (int u = 0; u < 2 * C::kStepBlocks; ++u) {
+    for (int u = 0; u < 2 * BLOCKS; ++u) {
 #pragma unroll
         for (int t = 0; t < C::kTiles; ++t) c[u][t][0] = c[u][t][1] = c[u][t][2] = c[u][t][3] = 0.0f;
     }
 #pragma unroll
     for (int k = 0; k < C::kSteps; ++k) {
 #pragma unroll
-        for (int b = 0; b < C::kStepBlocks; ++b) {
+        for (int b = 0; b < BLOCKS; ++b) {
 #pragma unroll
             for (int u = 0; u < 2; ++u) {
                 const int number = u * C::kSteps + k;
@@ -181,6 +180,8 @@ __device__ __noinline__ void clear_unused_parameters(uint8_t* slot, int valid, i
     }
     for (int b = valid / kBlockTokens; b < C::kVisitBlocks; ++b) {
         uint8_t* const params = slot + C::kKeyBytes + b * C::kValueBlock + C::kValueCodes;
+        // kPublished: values fill a block one by one.
+        if (C::kPublished && lane < valid - b * kBlockTokens) continue;
         for (int i = 0; i < 2 * C::kValueGroups; ++i) reinterpret_cast<uint16_t*>(params + i * 64)[lane] = 0;
     }
     hand_to_copies();
@@ -235,9 +236,9 @@ __device__ __forceinline__ void visit_page(HeadState<C>& s, KeyContext<C>& key, 
                 for (int b = 0; b < C::kStepBlocks; ++b) {
                     scale_queries<C>(shared, slot, first + b, warp, lane, scaled[b]);
                 }
-                key_products<C>(slot, first, lane, scaled, c);
+                key_products<C, C::kStepBlocks>(slot, first, lane, scaled, c);
             } else {
-                key_products<C>(slot, first, lane, key.scaled, c);
+                key_products<C, C::kStepBlocks>(slot, first, lane, key.scaled, c);
             }
 #pragma unroll
             for (int u = 0; u < 2 * C::kStepBlocks; ++u) {

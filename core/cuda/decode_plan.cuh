@@ -126,6 +126,11 @@ __device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const Dec
     const int in_pages = (static_cast<int>(i - e.windows) + row.skip) * C::kVisitTokens;
     int page = 0;
     if (is && i >= e.windows) page = p.table[int64_t{row.sequence} * p.table_stride + in_pages / kPageTokens];
+    if constexpr (C::kPublished) {
+        if (is && i < e.sinks) {
+            page = p.table[int64_t{row.sequence} * p.table_stride + middle_begin<C>(row, i) / kPageTokens];
+        }
+    }
     meanwhile();
     Visit v{nullptr, -1, 0};
     if (is) {
@@ -136,7 +141,23 @@ __device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const Dec
             if (p.window_left < 0) return 0;
             return min(max(window_begin(p, row) + p.tokens - 1 - position, 0), most);
         };
-        if (i < e.windows) {
+        if (C::kPublished && i < e.windows) {
+            if constexpr (C::kPublished) {
+                const unsigned value_rows = p.tail_rows + kMoreValueRows;
+                if (i < e.sinks) {
+                    const int begin = middle_begin<C>(row, i), hidden = max(row.packed - begin, 0);
+                    v.source = Places(page, (begin + hidden) % value_rows).source();
+                    v.info = begin % kBlockTokens / C::kWindowTokens | min(255, row.total() - begin) << 8 | kMiddle << 16 |
+                             begin % kPageTokens / kBlockTokens << 18 | hidden << 22 | cut(begin, 31) << 27 | flags;
+                } else {
+                    const int token = (i - e.sinks) * C::kWindowTokens;
+                    const unsigned position = row.packed + row.sink + token;
+                    v.source = Places(position % p.tail_rows, position % value_rows).source();
+                    v.info = min(C::kWindowTokens, row.tail - token) | min(255, row.tail - token) << 8 | kTail << 16 |
+                             cut(position, 31) << 27 | flags;
+                }
+            }
+        } else if (i < e.windows) {
             const bool tail = i >= e.sinks;
             const int token = (i - (tail ? e.sinks : 0)) * C::kWindowTokens;  // in the window
             const int valid = min(C::kWindowTokens, (tail ? row.tail : row.sink) - token);
@@ -157,8 +178,8 @@ __device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const Dec
         } else {
             v.source = p.pages + (int64_t{page} * kv_heads + head) * p.page_bytes;
             v.info = min(C::kVisitTokens, row.packed - in_pages) |
-                     min(255, row.packed + row.tail - in_pages) << 8 | kPage << 16 |
-                     in_pages % kPageTokens / kBlockTokens << 18 | cut(row.sink + in_pages, 255) << 22 |
+                     min(255, row.packed + row.after<C>() - in_pages) << 8 | kPage << 16 |
+                     in_pages % kPageTokens / kBlockTokens << 18 | cut(row.before<C>() + in_pages, 255) << 22 |
                      flags;
         }
     }
@@ -167,12 +188,48 @@ __device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const Dec
     return v;
 }
 
+// Rows from `slot` of a ring on; it goes on at its beginning.
+template <class C>
+__device__ __forceinline__ void copy_ring(uint32_t to, const uint8_t* ring, uint32_t slot, uint32_t rows,
+                                          uint32_t ring_rows, uint32_t bar) {
+    const uint32_t straight = min(rows, ring_rows - slot);
+    bulk_copy(to, ring + int64_t{slot} * C::kRowBytes, straight * C::kRowBytes, bar);
+    if (rows > straight) bulk_copy(to + straight * C::kRowBytes, ring, (rows - straight) * C::kRowBytes, bar);
+}
+// Rows of the tail, or, where only values are rows, also the codes of their keys with the parameters in front.
+template <class C>
+__device__ __forceinline__ void copy_published(const SharedStorage<C>& shared, const DecodeArgs& p, const Visit& v,
+                                               uint32_t to, uint32_t bar) {
+    const bool tail = info_kind(v.info) == kTail;
+    const int head = head_of(v.segment);
+    const Places places(v);
+    const int64_t ring = int64_t{shared.rows[row_of(v.segment)].sequence} * p.kv_heads + head;
+    const uint32_t key_rows = p.tail_rows, value_rows = key_rows + kMoreValueRows;
+    const uint32_t hidden = tail ? 0 : info_hidden(v.info);
+    const uint32_t rows = tail ? info_valid(v.info) : C::kWindowTokens - hidden;
+    barrier_expect(bar, rows * C::kRowBytes + (tail ? rows * C::kRowBytes : C::kKeyParams + C::kKeyCodes));
+    if (tail) {
+        copy_ring<C>(to, p.tail_keys + ring * key_rows * C::kRowBytes, places.keys, rows, key_rows, bar);
+    } else {
+        const int block = info_block(v.info);
+        const uint8_t* const group = p.pages + (int64_t{places.keys} * p.kv_heads + head) * p.page_bytes +
+                                     block / C::kGroupBlocks * C::kGroupBytes;
+        bulk_copy(to, group, C::kKeyParams, bar);
+        bulk_copy(to + C::kKeyParams, group + C::kKeyParams + block % C::kGroupBlocks * C::kKeyCodes, C::kKeyCodes, bar);
+    }
+    copy_ring<C>(to + C::kWindowHalf + hidden * C::kRowBytes, p.tail_values + ring * value_rows * C::kRowBytes,
+                 places.values, rows, value_rows, bar);
+}
+
 // Asks for a visit's bytes; by one lane. A visit that follows one to the same key group does not need its parameters
 // again.
 template <class C>
 __device__ __forceinline__ void copy_visit(SharedStorage<C>& shared, const DecodeArgs& p, const Visit& v, int stage,
                                            bool follows, int warp) {
     const uint32_t to = shared_address(shared.ring[warp][stage]), bar = shared_address(&shared.full[warp][stage]);
+    if constexpr (C::kPublished) {
+        if (info_kind(v.info) != kPage) return copy_published<C>(shared, p, v, to, bar);
+    }
     if (C::kPlain || info_kind(v.info) != kPage) {
         const bool tail = info_kind(v.info) == kTail;
         const uint8_t* const values =

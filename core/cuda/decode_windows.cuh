@@ -65,10 +65,51 @@ __device__ __forceinline__ void window_probabilities(const float (&score)[2][C::
     }
 }
 
+// Adds p * value for the tokens of a score tile. load(k, i): eight bytes of a value row at 64 i, of the token of depth
+// k % 2 + 8 * (k / 2) of the thread's column. Their products get accumulators of their own, since out[] is in units of
+// 2^step_power * 2^-24.
+template <class C, class Load>
+__device__ __forceinline__ void row_products(HeadState<C>& s, const uint32_t (&prob)[Pairs<C::kBf16>::kCount][C::kTiles][2],
+                                             int row, const Load& load) {
+    constexpr bool kB = C::kBf16;
+    constexpr uint32_t kOnes = kB ? 0x3F803F80u : 0x3C003C00u;
+    const uint32_t ones = row < 4 ? 0u : kOnes;  // rows of the sum of p, see HeadState
+#pragma unroll
+    for (int t = 0; t < C::kTiles; ++t) {
+#pragma unroll
+        for (int n = 0; n < Pairs<kB>::kCount; ++n) {
+            if constexpr (C::kValueGroups > 4) {
+                mma<kB>(s.even[t], 0, kOnes, 0, kOnes, prob[n][t][0], prob[n][t][1]);
+            } else {
+                mma<kB>(s.even[t], ones, 0, ones, 0, prob[n][t][0], prob[n][t][1]);
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < C::kPairs; ++i) {
+        const uint2 v0 = load(0, i), v1 = load(1, i), v2 = load(2, i), v3 = load(3, i);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const uint32_t x0 = k ? v0.y : v0.x, x1 = k ? v1.y : v1.x, x2 = k ? v2.y : v2.x, x3 = k ? v3.y : v3.x;
+            const uint32_t a0 = __byte_perm(x0, x1, 0x5410), a1 = __byte_perm(x0, x1, 0x7632);
+            const uint32_t a2 = __byte_perm(x2, x3, 0x5410), a3 = __byte_perm(x2, x3, 0x7632);
+            const int j = 2 * i + k;
+            const float unit = float(1 << step_power(C::kValueBits, j)) * kSmallest;
+#pragma unroll
+            for (int t = 0; t < C::kTiles; ++t) {
+                float d[4] = {0, 0, 0, 0};
+#pragma unroll
+                for (int n = 0; n < Pairs<kB>::kCount; ++n) mma<kB>(d, a0, a1, a2, a3, prob[n][t][0], prob[n][t][1]);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s.out[t][j][e] = fmaf(d[e], unit, s.out[t][j][e]);
+            }
+        }
+    }
+}
+
 // One visit to rows: up to 16 tokens, keys at `slot`, values behind them. Tokens are the rows of the scores, in
 // their own order; 16 bytes of a key row are four operand registers as they stand. Values arrive token-major, but a
-// register wants two tokens of one channel: one PRMT each. Their products get accumulators of their own, since out[]
-// is in units of 2^step_power * 2^-24.
+// register wants two tokens of one channel: one PRMT each.
 template <class C>
 __device__ __forceinline__ void visit_window(HeadState<C>& s, const SharedStorage<C>& shared, const DecodeArgs& p,
                                              uint8_t* slot, int info, int warp, int lane) {
@@ -133,44 +174,11 @@ __device__ __forceinline__ void visit_window(HeadState<C>& s, const SharedStorag
     update_references<C>(s, score);
     uint32_t prob[Pairs<kB>::kCount][C::kTiles][2];
     window_probabilities<C>(score[0], lane, prob);
-    constexpr uint32_t kOnes = kB ? 0x3F803F80u : 0x3C003C00u;
-    const uint32_t ones = row < 4 ? 0u : kOnes;  // rows of the sum of p, see HeadState
-#pragma unroll
-    for (int t = 0; t < C::kTiles; ++t) {
-#pragma unroll
-        for (int n = 0; n < Pairs<kB>::kCount; ++n) {
-            if constexpr (C::kValueGroups > 4) {
-                mma<kB>(s.even[t], 0, kOnes, 0, kOnes, prob[n][t][0], prob[n][t][1]);
-            } else {
-                mma<kB>(s.even[t], ones, 0, ones, 0, prob[n][t][0], prob[n][t][1]);
-            }
-        }
-    }
     const uint8_t* const values = slot + C::kWindowHalf + 2 * column * C::kRowBytes + row * 8;
-#pragma unroll
-    for (int i = 0; i < C::kPairs; ++i) {
-        const auto load = [&](int token) {
-            return *reinterpret_cast<const uint2*>(values + token * C::kRowBytes + i * 64);
-        };
-        const uint2 v0 = load(0), v1 = load(1);
-        const uint2 v2 = kFull ? load(8) : make_uint2(0, 0), v3 = kFull ? load(9) : make_uint2(0, 0);
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            const uint32_t x0 = k ? v0.y : v0.x, x1 = k ? v1.y : v1.x, x2 = k ? v2.y : v2.x, x3 = k ? v3.y : v3.x;
-            const uint32_t a0 = __byte_perm(x0, x1, 0x5410), a1 = __byte_perm(x0, x1, 0x7632);
-            const uint32_t a2 = __byte_perm(x2, x3, 0x5410), a3 = __byte_perm(x2, x3, 0x7632);
-            const int j = 2 * i + k;
-            const float unit = float(1 << step_power(C::kValueBits, j)) * kSmallest;
-#pragma unroll
-            for (int t = 0; t < C::kTiles; ++t) {
-                float d[4] = {0, 0, 0, 0};
-#pragma unroll
-                for (int n = 0; n < Pairs<kB>::kCount; ++n) mma<kB>(d, a0, a1, a2, a3, prob[n][t][0], prob[n][t][1]);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) s.out[t][j][e] = fmaf(d[e], unit, s.out[t][j][e]);
-            }
-        }
-    }
+    row_products<C>(s, prob, row, [&](int k, int i) {
+        if (!kFull && k >= 2) return make_uint2(0, 0);
+        return *reinterpret_cast<const uint2*>(values + (k % 2 + 8 * (k / 2)) * C::kRowBytes + i * 64);
+    });
 }
 
 }  // namespace kivi::cuda::fast

@@ -137,14 +137,16 @@ struct FragmentSizes {
 // Specs that have this order: see decode_instances.h, but for those of 16 bits. PageOrder and the functions are those of page_order.h.
 template <class PageOrder>
 struct FragmentOrderOf {
-    // `tokens` is a multiple of 32 here, and so is `first` below.
+    // Whole blocks of 32 tokens; or, of values, some of one block.
     KIVI_HOST_DEVICE static int pieces(const PageOrder& order, int tokens) {
-        return FragmentSizes(order.spec, order.dim).code_bytes / 4 * (tokens / kBlockTokens);
+        return FragmentSizes(order.spec, order.dim).code_bytes / 4 * ((tokens + kBlockTokens - 1) / kBlockTokens);
     }
 
     // One word: register i % 4 of lane i / 4 % 32 of all operands of vector i / 128.
     template <int BITS, class Code>
-    KIVI_HOST_DEVICE static void write(const PageOrder& order, uint8_t* part, int first, int i, const Code& code) {
+    KIVI_HOST_DEVICE static void write(const PageOrder& order, uint8_t* part, int first, int count, int i,
+                                       const Code& code) {
+        if (count % kBlockTokens != 0) return write_some<BITS>(order, part, first, count, i, code);
         const bool keys = is_keys(order);
         const FragmentSizes sizes(order.spec, order.dim);
         const int words = sizes.code_bytes / 4, block = i / words, in_block = i % words;
@@ -251,6 +253,39 @@ struct FragmentOrderOf {
 
   private:
     KIVI_HOST_DEVICE static bool is_keys(const PageOrder& order) { return order.spec.axis == KIVI_AXIS_CHANNEL; }
+
+    // The same where the block has other tokens, before `first`, whose bits stay. What comes after them is written again
+    // with its codes; the first tokens of a block make its words.
+    template <int BITS, class Code>
+    KIVI_HOST_DEVICE static void write_some(const PageOrder& order, uint8_t* part, int first, int count, int i,
+                                            const Code& code) {
+        const FragmentSizes sizes(order.spec, order.dim);
+        const int vector = i / (kVectorBytes / 4), steps = order.dim / 16, skip = first % kBlockTokens;
+        Fragment at;
+        at.lane = i / 4 % 32;
+        at.word = i % 4;
+        uint32_t word = 0, mask = 0;
+        const auto set = [&](int number, int half, int from, uint32_t bits, int to) {
+            at.unit = number / steps, at.step = number % steps, at.half = half;
+            const int token = token_at(false, at) - skip;
+            if (token < 0 || token >= count) return;
+            word |= (static_cast<uint32_t>(code(token, channel_at(false, at))) >> from & bits) << (to + 16 * half);
+            mask |= bits << (to + 16 * half);
+        };
+        for (int half = 0; half < 2; ++half) {
+            for (int field = 0; field < fields_of(BITS); ++field) {
+                set(operand_of(BITS, vector, field), half, 0, (1u << BITS) - 1, field_bit(BITS, field));
+            }
+            if (BITS == 3) set(vector / 3 * 16 + 15, half, vector % 3, 1, kSpareBit);
+        }
+        uint32_t* const to =
+            reinterpret_cast<uint32_t*>(part + sizes.codes(false, first / kBlockTokens)) + i;
+        if (skip == 0) {
+            *to = word;
+        } else if (mask != 0) {
+            *to = (*to & ~mask) | word;
+        }
+    }
 };
 
 }  // namespace kivi::cuda

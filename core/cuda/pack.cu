@@ -24,7 +24,8 @@ namespace {
 static_assert(kPackThreads == kWriteThreads);
 constexpr int kWindowShares = 8;  // of a head's windows of keys or of values
 
-// Positions that are packed straight from the caller's rows: whole groups of new tokens.
+// Positions that are packed straight from the caller's rows: whole groups of new tokens. Under the published schedule some
+// of a block of values may follow.
 struct Fresh {
     int64_t begin, end;
 };
@@ -33,7 +34,8 @@ __device__ Fresh fresh_tokens(const Step& step, const TensorStore& store) {
     const int64_t unit = store.part == Part::key ? store.spec().group : kBlockTokens;
     const int64_t end = tail_begin(store.windows, step.after, store.part);
     const int64_t first = max(tail_begin(store.windows, step.before, store.part), step.before.length);
-    return {min(sink + (first - sink + unit - 1) / unit * unit, end), end};
+    const int64_t begin = sink + (first - sink + unit - 1) / unit * unit, whole = sink + last_multiple(unit, end - sink);
+    return begin <= whole ? Fresh{begin, whole} : Fresh{end, end};
 }
 
 // The pages that new tokens of a row are packed into, for one tensor. Tokens count from the first slot of the first page.
@@ -59,8 +61,10 @@ struct Work {
 };
 
 __device__ int part_index(const TensorStore& store) { return store.part == Part::key ? 0 : 1; }
-__device__ int64_t first_fresh(const TensorStore& store, const Work& work) {
-    return store.windows.sink + work.first_page * kPageTokens + work.parts[part_index(store)].begin;
+__device__ Fresh fresh_of(const TensorStore& store, const Work& work) {
+    const int64_t first = store.windows.sink + work.first_page * kPageTokens;
+    const Pages& part = work.parts[part_index(store)];
+    return {first + part.begin, first + part.end};
 }
 
 __device__ Pages pages_of(const TensorStore& store, const View& input, const Fresh& fresh, const Work& work) {
@@ -108,12 +112,12 @@ __device__ void arrive(const WriteArgs& args, const Work& work, unsigned blocks)
     }
 }
 
-// What the ring holds, and what is new up to the first whole group, to its pages. By one block.
+// Positions begin .. end - 1 to their pages, from the ring or new. By one block.
 template <int STRIPES>
-__device__ __noinline__ void pack_ring(const WriteArgs& args, const TensorStore& store, const View& input, int head,
-                                       const Work& work) {
+__device__ __noinline__ void pack_few(const WriteArgs& args, const TensorStore& store, const View& input, int head,
+                                      const Work& work, int64_t begin, int64_t end) {
     HeadWriter<STRIPES, FragmentOrder> writer(args, work.row, work.step, store, input, head);
-    writer.pack(tail_begin(store.windows, work.step.before, store.part), first_fresh(store, work), 0, 1);
+    writer.pack(begin, end, 0, 1);
     writer.count_saturated();
     __syncthreads();
 }
@@ -160,12 +164,16 @@ __device__ __forceinline__ int store_rows(const WindowRows& to, const View& inpu
 template <class P, int DIM>
 __device__ __forceinline__ int write_windows(const WriteArgs& args, const TensorStore& store,
                                              const View& input, int head, int share, const Work& work) {
-    const bool from_ring = tail_begin(store.windows, work.step.before, store.part) < first_fresh(store, work);
+    const Fresh fresh = fresh_of(store, work);
+    const int64_t packed = tail_begin(store.windows, work.step.before, store.part);
+    const int64_t packs = tail_begin(store.windows, work.step.after, store.part);
+    const bool from_ring = packed < fresh.begin;
     const int shares = from_ring ? 1 : kWindowShares;
     if (share >= shares) return 0;
-    if (from_ring) pack_ring<stripes(DIM)>(args, store, input, head, work);
+    if (from_ring) pack_few<stripes(DIM)>(args, store, input, head, work, packed, fresh.begin);
+    if (share == 0 && fresh.end < packs) pack_few<stripes(DIM)>(args, store, input, head, work, fresh.end, packs);
     const int64_t begin = work.step.before.length, end = work.step.after.length, sink = store.windows.sink;
-    const int64_t tail = max(begin, tail_begin(store.windows, work.step.after, store.part));
+    const int64_t tail = max(begin, packs);
     const int slots = static_cast<int>(store.tail_rows);
     const int warp = share * kPackWarps + threadIdx.x / kWarp, warps = shares * kPackWarps;
     const int32_t sequence = work.row.sequence;

@@ -61,9 +61,10 @@ struct CanonicalOrder {
         return words(order) ? bits / 32 : bits / 8;
     }
 
-    // Piece i of the tokens first .. of a page; code(t, c) is that of token first + t, channel c.
+    // Piece i of the tokens first .. first + count - 1 of a page; code(t, c) is that of token first + t, channel c.
     template <int BITS, class Code>
-    KIVI_HOST_DEVICE static void write(const PageOrder& order, uint8_t* part, int first, int i, const Code& code) {
+    KIVI_HOST_DEVICE static void write(const PageOrder& order, uint8_t* part, int first, int /*count*/, int i,
+                                       const Code& code) {
         if (order.spec.axis == KIVI_AXIS_CHANNEL) {
             // A slab of 32 tokens holds BITS words of every channel's stream; a group is one or more slabs.
             const int channel = i / BITS, word = i % BITS, slabs = order.spec.group / kSlabTokens;

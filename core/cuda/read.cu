@@ -128,10 +128,10 @@ __device__ void import_groups(const TensorStore& store, uint8_t* part, int token
             const CanonicalPlace place = canonical_place(spec, store.dim, first + t, c);
             return get_code(from + place.stream, spec.bits, place.index);
         };
-        const int pieces = Order::pieces(store.order, min(kSlabTokens, tokens - first));
+        const int count = min(kSlabTokens, tokens - first), pieces = Order::pieces(store.order, count);
         with_bits(spec.bits, [&](auto bits) {
             for (int i = threadIdx.x; i < pieces; i += blockDim.x) {
-                Order::template write<decltype(bits)::value>(store.order, part, first, i, code);
+                Order::template write<decltype(bits)::value>(store.order, part, first, count, i, code);
             }
         });
     }

@@ -420,7 +420,7 @@ class HeadWriter {
         with_bits(store_.spec().bits, [&](auto bits) {
             const int pieces = Order::pieces(store_.order, count);
             for (int i = threadIdx.x; i < pieces; i += kWriteThreads) {
-                Order::template write<decltype(bits)::value>(store_.order, part, first, i, code);
+                Order::template write<decltype(bits)::value>(store_.order, part, first, count, i, code);
             }
         });
     }

@@ -15,6 +15,7 @@ namespace {
 std::vector<Instance> every_instance() {
     std::vector<Instance> all(std::begin(kInstances), std::end(kInstances));
     all.insert(all.end(), std::begin(kPlainInstances), std::end(kPlainInstances));
+    all.insert(all.end(), std::begin(kPublishedInstances), std::end(kPublishedInstances));
     return all;
 }
 
@@ -265,6 +266,7 @@ void check_every_instance(int32_t dtype) {
                 for (int s = 0; s < 6; ++s) pair.append(s, 1 + (s + i) % 5);
                 pair.compare({0, 1, 2, 3, 4, 5}, 1);
             }
+            for (int s = 0; s < 6; ++s) CHECK(pair.gpu.blob(s) == pair.cpu.blob(s));
         }
     }
 }
@@ -317,7 +319,7 @@ TEST_CASE("with KIVI_ATTEND_INVARIANT bits do not depend on batch, counts beside
 
 TEST_CASE("soft cap, sliding window, learned sinks") {
     const std::vector<Instance> all = every_instance();
-    for (const int number : {0, 2, 3, 7, 8, 11, 12, 14, 16}) {
+    for (const int number : {0, 2, 3, 7, 8, 11, 12, 15, 17, 18, 19}) {
         const Instance& instance = all[number];
         CAPTURE(std::string(instance.name));
         const int unit = instance.key_group;
@@ -338,7 +340,8 @@ TEST_CASE("soft cap, sliding window, learned sinks") {
 }
 
 TEST_CASE("many short sequences, one long one, more blocks than visits") {
-    for (const Instance& instance : {kInstances[0], kInstances[3], kInstances[7], kPlainInstances[0]}) {
+    for (const Instance& instance :
+         {kInstances[0], kInstances[3], kInstances[7], kPlainInstances[0], kPublishedInstances[0]}) {
         CAPTURE(std::string(instance.name));
         Pair pair(instance, {8, 32, 40, instance.key_group, 96, instance.key_group, 20000, false, true});
         std::vector<int32_t> all;
@@ -408,7 +411,9 @@ TEST_CASE("a captured step replays while lengths advance, in a workspace that ot
     } turns[] = {{kInstances[3], 0, 300, 200},
                  {kInstances[3], KIVI_ATTEND_INVARIANT, 300, 60},
                  {kPlainInstances[0], 0, 300, 60},
-                 {kPlainInstances[0], KIVI_ATTEND_INVARIANT, 2100, 60}};
+                 {kPlainInstances[0], KIVI_ATTEND_INVARIANT, 2100, 60},
+                 {kPublishedInstances[0], 0, 300, 200},
+                 {kPublishedInstances[1], KIVI_ATTEND_INVARIANT, 2100, 60}};
     for (const auto& turn : turns) {
         CAPTURE(std::string(turn.instance.name));
         CAPTURE(turn.flags);
@@ -422,6 +427,7 @@ TEST_CASE("sanitized: a cluster, tickets, runs, pages of 16 bits") {
     check_replays(kInstances[3], 0, 12000, 2);  // too long for one: tickets
     check_replays(kInstances[3], invariant, 300, 2);
     check_replays(kPlainInstances[0], invariant, 2100, 2);
+    check_replays(kPublishedInstances[0], 0, 300, 2);
 }
 
 TEST_CASE("a chain of calls, each with what the one before it wrote, enqueued at once and replayed") {
@@ -484,7 +490,7 @@ TEST_CASE("a chain of calls, each with what the one before it wrote, enqueued at
 }
 
 TEST_CASE("extremes: a key channel at 7000 with queries of 40, a value channel at 60000") {
-    for (const Instance& instance : {kInstances[0], kInstances[3], kInstances[7]}) {
+    for (const Instance& instance : {kInstances[0], kInstances[3], kInstances[7], kPublishedInstances[0]}) {
         CAPTURE(std::string(instance.name));
         Pair pair(instance, {2, 8, 1, instance.key_group, 32, instance.key_group, 1200, false, false});
         const int dim = instance.dim, count = 1000;
@@ -509,6 +515,35 @@ TEST_CASE("extremes: a key channel at 7000 with queries of 40, a value channel a
         KIVI_OK_(kivi_attend(pair.gpu, 0, &one, &in, &to, nullptr, workspace.data, workspace.bytes, nullptr));
         CUDA_OK(cudaDeviceSynchronize());
         for (float x : out.download()) REQUIRE(std::isfinite(x));
+    }
+}
+
+// Pages and rings that another sequence has left: what is not yet packed there must not show.
+TEST_CASE("NaN that an earlier sequence has left in its pages and windows") {
+    for (const Instance& instance : {kInstances[0], kInstances[3], kPlainInstances[0], kPublishedInstances[0],
+                                     kPublishedInstances[1], kPublishedInstances[2]}) {
+        CAPTURE(std::string(instance.name));
+        Pair pair(instance, {2, 8, 1, instance.key_group, 64, instance.key_group, 1200, false, false});
+        const int dim = instance.dim, count = 1100;
+        const int32_t sequence = 0;
+        Floats damaged(std::vector<float>(int64_t{count} * 2 * dim, NAN));
+        for (const int length : {70, 150, 333, 1000}) {
+            const kivi_batch batch = batch_of(1, &sequence, nullptr, count);
+            for (Cache* cache : {&pair.cpu, &pair.gpu}) {
+                const kivi_tensor rows = damaged.view(cache->device, {1, count, 2, dim});
+                KIVI_OK_(kivi_append(*cache, 0, &batch, &rows, &rows, nullptr));
+                KIVI_OK_(kivi_sequence_reset(*cache, 0, nullptr));
+            }
+            CUDA_OK(cudaDeviceSynchronize());
+            pair.append(0, length);
+            for (int i = 0; i < 40; i += 13) {
+                pair.compare({0}, 1);
+                pair.compare({0}, 2);
+                pair.append(0, 13);
+            }
+            KIVI_OK_(kivi_sequence_reset(pair.cpu, 0, nullptr));
+            KIVI_OK_(kivi_sequence_reset(pair.gpu, 0, nullptr));
+        }
     }
 }
 

@@ -7,6 +7,7 @@ namespace gpu_test {
 struct Instance {
     const char* name;
     int dim, key_bits, value_bits, key_group, value_group;
+    bool published = false;  // schedule
 };
 
 const Instance kInstances[] = {
@@ -24,6 +25,7 @@ const Instance kInstances[] = {
     {"2/2 g32 dim 256", 256, 2, 2, 32, 32},
     {"3/2 g64 dim 256", 256, 3, 2, 64, 64},
     {"4/4 g32 dim 256", 256, 4, 4, 32, 32},
+    {"4/2 g64 dim 256", 256, 4, 2, 64, 64},
 };
 
 // Those of 16 bits, which have no groups; key_group is the unit of the windows that tests take.
@@ -32,6 +34,21 @@ const Instance kPlainInstances[] = {
     {"16/16 dim 64", 64, 16, 16, 32, 0},
     {"16/16 dim 256", 256, 16, 16, 32, 0},
 };
+
+const Instance kPublishedInstances[] = {
+    {"2/2 g32 published", 128, 2, 2, 32, 32, true},
+    {"2/2 g32 published dim 64", 64, 2, 2, 32, 32, true},
+    {"2/2 g32 published dim 256", 256, 2, 2, 32, 32, true},
+};
+
+// Windows of a test as the published schedule can have them.
+inline void set_windows(kivi_config& config, const Instance& instance, int sink, int recent, int flush) {
+    config.sink = sink, config.recent = recent, config.flush = flush;
+    if (!instance.published) return;
+    config.schedule = KIVI_SCHEDULE_PUBLISHED;
+    config.sink = 0;
+    config.recent = config.flush = recent / instance.key_group * instance.key_group + instance.key_group;
+}
 
 inline kivi_spec spec_of(int bits, int axis, int group, bool rotated) {
     kivi_spec spec{};
@@ -55,9 +72,7 @@ kivi_config config_for(const Instance& instance, const Serving& serving, int seq
     config.layer.v = spec_of(instance.value_bits, KIVI_AXIS_TOKEN, instance.value_group, serving.rotated_values);
     config.max_sequences = sequences;
     config.max_tokens = serving.max_tokens;
-    config.sink = serving.sink;
-    config.recent = serving.recent;
-    config.flush = serving.flush;
+    set_windows(config, instance, serving.sink, serving.recent, serving.flush);
     config.window_dtype = serving.dtype;
     config.threads = 8;
     return config;

@@ -37,7 +37,7 @@ kivi_config config_for(const Instance& instance, const Way& way, int64_t max_tok
     if (way.rotated_keys) k.transform = KIVI_TRANSFORM_HADAMARD;
     if (way.rotated_values) v.transform = KIVI_TRANSFORM_HADAMARD;
     if (way.query_aware) k.rounding = KIVI_ROUND_QUERY_AWARE;
-    config.sink = way.sink, config.recent = way.recent, config.flush = way.flush;
+    set_windows(config, instance, way.sink, way.recent, way.flush);
     config.window_dtype = way.dtype;
     config.max_sequences = 3;
     config.max_tokens = max_tokens;
@@ -147,9 +147,15 @@ class Pair {
 
 }  // namespace
 
+static std::vector<Instance> every_instance() {
+    std::vector<Instance> all(std::begin(kInstances), std::end(kInstances));
+    all.insert(all.end(), std::begin(kPublishedInstances), std::end(kPublishedInstances));
+    return all;
+}
+
 static void check_every_instance(int32_t dtype) {
     uint64_t seed = 1;
-    for (const Instance& instance : kInstances) {
+    for (const Instance& instance : every_instance()) {
         const int group = instance.key_group;
         for (int which = 0; which < 8; ++which) {
             const Way way{(which & 1) != 0,
@@ -174,7 +180,7 @@ static void check_every_instance(int32_t dtype) {
 
 static void check_hard_numbers(int32_t dtype, std::initializer_list<Content> contents) {
     uint64_t seed = 1000;
-    for (const Instance& instance : kInstances) {
+    for (const Instance& instance : every_instance()) {
         for (Content content : contents) {
             for (int which : {0, 3, 4, 7}) {
                 CAPTURE(instance.name);

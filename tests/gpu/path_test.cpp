@@ -114,6 +114,7 @@ TEST_CASE("the path said is the path taken") {
         config_for("k4v2"),
         config_for("kivi4"),
         config_for("f16"),
+        config_for("kivi2-paper"),
         with(config_for("k3v2"), [](kivi_config& c) { c.window_dtype = KIVI_F16, c.layer.q_heads = 32; })};
     for (const kivi_config& config : fast) {
         const kivi_support support = support_of(config);
@@ -127,7 +128,7 @@ TEST_CASE("the path said is the path taken") {
         }
     }
     const kivi_config general[] = {
-        config_for("kivi2-paper"),
+        with(config_for("kivi2-paper"), [](kivi_config& c) { c.layer.v.bits = 4; }),
         with(config_for("kivi4"), [](kivi_config& c) { c.layer.k.bits = 8; }),
         with(config_for("kivi4"), [](kivi_config& c) { c.layer.v.param_dtype = KIVI_F32; }),
         with(config_for("kivi4"), [](kivi_config& c) { c.layer.k.axis = KIVI_AXIS_TOKEN; }),
@@ -168,6 +169,9 @@ TEST_CASE("on the fast path many query tokens, fresh keys and mixed counts have 
     CHECK(kernels_of(wide, {{3}}) == "prefill");
     CHECK(kernels_of(wide, {{3, 2}, invariant}) == "decode prefill");
     CHECK(kernels_of(config_for("f16"), {{5}}) == "attend");  // 16 bits have no kernel for many tokens
+    CHECK(kernels_of(config_for("kivi2-paper"), {{4}}) == "decode");
+    CHECK(kernels_of(config_for("kivi2-paper"), {{5}}) == "attend");  // nor has the published schedule
+    CHECK(kernels_of(config_for("kivi2-paper"), {{5, 1}, invariant}) == "attend decode");
 }
 
 int main(int argc, char** argv) {

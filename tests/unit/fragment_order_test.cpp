@@ -54,9 +54,10 @@ TEST_CASE("fragment order: a permutation of the canonical bytes") {
             for (int i = 0; i < pieces; ++i) {
                 with_bits(spec.bits, [&](auto bits) {
                     constexpr int kBits = decltype(bits)::value;
-                    FragmentOrder::write<kBits>(order, part.data(), first, i,
+                    FragmentOrder::write<kBits>(order, part.data(), first, kSlabTokens, i,
                                                 [&](int t, int c) { return code_of(spec, first + t, c); });
-                    FragmentOrder::write<kBits>(order, mask.data(), first, i, [&](int, int) { return (1 << kBits) - 1; });
+                    FragmentOrder::write<kBits>(order, mask.data(), first, kSlabTokens, i,
+                                                [&](int, int) { return (1 << kBits) - 1; });
                 });
             }
         }
@@ -70,6 +71,31 @@ TEST_CASE("fragment order: a permutation of the canonical bytes") {
                     REQUIRE(mask[at] != 0xFF);
                     mask[at] = mask[at + 1] = 0x55;
                 }
+            }
+        }
+        // Values written a few tokens at a time, whatever stood there, are the same bytes when a block is full.
+        if (spec.axis == KIVI_AXIS_TOKEN) {
+            std::vector<uint8_t> filled(bytes, 0xA5);
+            for (int first = 0, next; first < kPageTokens; first = next) {
+                next = std::min(first + 1 + first % 5, (first / kSlabTokens + 1) * kSlabTokens);
+                for (int i = 0; i < FragmentOrder::pieces(order, next - first); ++i) {
+                    with_bits(spec.bits, [&](auto bits) {
+                        FragmentOrder::write<decltype(bits)::value>(order, filled.data(), first, next - first, i,
+                                                                    [&](int t, int c) {
+                                                                        REQUIRE(t < next - first);
+                                                                        return code_of(spec, first + t, c);
+                                                                    });
+                    });
+                }
+                for (int t = 0; t < next; ++t) {
+                    for (int c = 0; c < spec.dim; ++c) {
+                        if (FragmentOrder::code(order, filled.data(), t, c) != code_of(spec, t, c)) ++wrong;
+                    }
+                }
+            }
+            const int64_t block = FragmentSizes(order.spec, spec.dim).group_bytes();
+            for (int64_t at = 0; at < bytes; ++at) {
+                if (at % block < FragmentSizes(order.spec, spec.dim).code_bytes && filled[at] != part[at]) ++wrong;
             }
         }
         // Read word by word, each element comes once.
