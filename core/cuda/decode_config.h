@@ -39,10 +39,17 @@ struct Config {
     static constexpr int kVisitTokens = kPlain ? kWindowTokens : VISIT_BLOCKS * kBlockTokens;
     static_assert(kPlain == (VALUE_BITS == 16) && !(kPlain && PUBLISHED));
     static_assert(DIM == 64 || DIM == 128 || DIM == 256);
-    static_assert(KEY_BITS != 3 || DIM >= 128, "sixteen operands share three vectors");
     static_assert(kValueGroups <= 8, "a row of the operand for each group's mins");
     static_assert(WARPS % 4 == 0 && WARPS <= 16, "whole rounds of the four schedulers; deposits[] has 16 places");
     static_assert(VISIT_BLOCKS % STEP_BLOCKS == 0 && kPageTokens % kVisitTokens == 0);
+
+    // What q is divided by, and what value products stand in units of: log2, see step_power.
+    __host__ __device__ static constexpr int key_power(int step, int half) {
+        return step_power(KEY_BITS, DIM, step, half);
+    }
+    __host__ __device__ static constexpr int value_power(int step) { return step_power(VALUE_BITS, DIM, step, 0); }
+    static constexpr bool kHalfPowers = !kPlain && vector_words(KEY_BITS, DIM) == 2;  // of keys: halves have their own
+    static_assert(kPlain || vector_words(VALUE_BITS, DIM) == 4);
 
     // A page in memory.
     static constexpr int kKeyParams = 4 * DIM, kKeyCodes = 4 * DIM * KEY_BITS;

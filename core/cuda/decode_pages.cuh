@@ -29,15 +29,23 @@ __device__ __forceinline__ void key_min_terms(const HeadState<C>& s, const Share
         for (int i = 0; i < C::kPairs; ++i) {
             const uint4 v = load16(mins + i * 64), q = query_vector<C>(shared, t, i, warp, lane);
             float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-            mma(even, v.x, v.y, v.z, v.w, q.x, q.y);
-            mma(odd, v.x, v.y, v.z, v.w, q.z, q.w);
-            const float e = float(1 << step_power(C::kKeyBits, 2 * i)),
-                        o = float(1 << step_power(C::kKeyBits, 2 * i + 1));
+            const auto unit = [&](int step, int half) { return float(1 << C::key_power(2 * i + step, half)); };
+            if constexpr (C::kHalfPowers) {  // rows 8..15 are the other half of the depth
+                mma(even, v.x, 0, 0, v.z, q.x, q.y);
+                mma(odd, v.y, 0, 0, v.w, q.z, q.w);
+            } else {
+                mma(even, v.x, v.y, v.z, v.w, q.x, q.y);
+                mma(odd, v.x, v.y, v.z, v.w, q.z, q.w);
+            }
 #pragma unroll
             for (int k = 0; k < C::kTileRows; ++k) {
                 const int h = t * C::kTileRows + k;
-                term[h] = i == 0 ? even[k] * e : fmaf(even[k], e, term[h]);
-                term[h] = fmaf(odd[2 + k], o, term[h]);
+                term[h] = i == 0 ? even[k] * unit(0, 0) : fmaf(even[k], unit(0, 0), term[h]);
+                if constexpr (C::kHalfPowers) {
+                    term[h] = fmaf(even[2 + k], unit(0, 1), term[h]);
+                    term[h] = fmaf(odd[k], unit(1, 0), term[h]);
+                }
+                term[h] = fmaf(odd[2 + k], unit(1, 1), term[h]);
             }
         }
     }
@@ -68,10 +76,12 @@ __device__ __forceinline__ void scale_queries(const SharedStorage<C>& shared, co
     }
 }
 
-// Whether an operand is the first of its vector, in the order in which keys are multiplied: step by step, both units.
-constexpr bool __host__ __device__ opens_vector(int bits, int number, int steps) {
+// Whether an operand is the first of a vector, in the order in which keys are multiplied: step by step, both units.
+constexpr bool __host__ __device__ opens_vector(int bits, int dim, int number, int vector) {
+    if (vector_words(bits, dim) == 2) return number == 0;
     const int n = number % 16;
-    return bits == 3 ? n == 0 || n == (steps == 8 ? 8 : 5) || n == 10 : field_of(bits, number) == 0;
+    return vector_of(bits, number) == vector &&
+           (bits == 3 ? n == 0 || n == (dim == 128 ? 8 : 5) || n == 10 : field_of(bits, number) == 0);
 }
 
 // Products of keys and queries for the blocks first .. first + BLOCKS - 1 of the visit: c[2 * block + unit][tile]. All
@@ -80,9 +90,9 @@ template <class C, int BLOCKS, int SCALED>
 __device__ __forceinline__ void key_products(const uint8_t* slot, int first, int lane,
                                              const ScaledQueries<C> (&scaled)[SCALED],
                                              float (&c)[2 * BLOCKS][C::kTiles][4]) {
-    constexpr int kVectors = C::kKeyCodes / kVectorBytes;
-    const uint8_t* const codes = slot + C::key_codes(0) + C::kKeyStride * first + lane * 16;
-    uint4 w[BLOCKS][kVectors], x[BLOCKS][kVectors];
+    constexpr int kVectors = kCodeVectors<C::kKeyBits, C::kDim>;
+    const uint8_t* const codes = slot + C::key_codes(0) + C::kKeyStride * first;
+    CodeVector<C::kKeyBits, C::kDim> w[BLOCKS][kVectors], x[BLOCKS][kVectors];
 #pragma unroll
     for (int u = 0; u < 2 * BLOCKS; ++u) {
 #pragma unroll
@@ -95,9 +105,10 @@ __device__ __forceinline__ void key_products(const uint8_t* slot, int first, int
 #pragma unroll
             for (int u = 0; u < 2; ++u) {
                 const int number = u * C::kSteps + k;
-                if (opens_vector(C::kKeyBits, number, C::kSteps)) {
-                    const int v = vector_of(C::kKeyBits, number);
-                    w[b][v] = load16(codes + C::kKeyStride * b + v * kVectorBytes);
+#pragma unroll
+                for (int v = 0; v < kVectors; ++v) {
+                    if (!opens_vector(C::kKeyBits, C::kDim, number, v)) continue;
+                    w[b][v] = load_codes<C::kKeyBits, C::kDim>(codes + C::kKeyStride * b, v, lane);
                     x[b][v] = shift_high<C::kKeyBits>(w[b][v]);
                 }
                 const uint4 a = operand<C::kKeyBits>(w[b], x[b], number);

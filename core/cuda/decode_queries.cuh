@@ -84,7 +84,7 @@ template <class C>
 __device__ __noinline__ float prepare_queries(RawQueries<C> raw, bool rotated, uint32_t (*to)[C::kQueryLanes][4],
                                               int lane) {
     // Word k of a vector: k-step 2i + k % 2, half k / 2 of the depth.
-    const auto power_at = [](int i, int k) { return 1.0f / float(1 << step_power(C::kKeyBits, 2 * i + k % 2)); };
+    const auto power_at = [](int i, int k) { return 1.0f / float(1 << C::key_power(2 * i + k % 2, k / 2)); };
     int exponent;
     uint32_t q[C::kPairs][4];
     if (!C::kBf16 && !rotated) {

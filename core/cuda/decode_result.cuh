@@ -39,8 +39,8 @@ __device__ __forceinline__ Sums<C> finish_sums(const HeadState<C>& s, int lane) 
 template <class C>
 __device__ __forceinline__ float4 channels(const HeadState<C>& s, const Sums<C>& r, int c, int h, int lane) {
     const float m = __shfl_sync(kAll, r.mins[h], 32 * c / (C::kDim / C::kValueGroups) * 4 + (lane & 3));
-    const float k0 = 1.0f / kSmallest / float(1 << step_power(C::kValueBits, 2 * c));
-    const float k1 = 1.0f / kSmallest / float(1 << step_power(C::kValueBits, 2 * c + 1));
+    const float k0 = 1.0f / kSmallest / float(1 << C::value_power(2 * c));
+    const float k1 = 1.0f / kSmallest / float(1 << C::value_power(2 * c + 1));
     const auto& x = s.out[h / C::kTileRows][2 * c];
     const auto& y = s.out[h / C::kTileRows][2 * c + 1];
     return make_float4(fmaf(pick<C>(x, h, 0), k0, m), fmaf(pick<C>(x, h, 1), k0, m), fmaf(pick<C>(y, h, 0), k1, m),

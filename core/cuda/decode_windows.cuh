@@ -29,10 +29,10 @@ __device__ __forceinline__ Pairs<true> split(float2 x) {
     return r;
 }
 
-// q * 2^-exponent of one step.
+// q * 2^-exponent of one step and half of its depth.
 template <class C>
-__device__ __forceinline__ Pairs<C::kBf16> window_query(uint32_t pair, int step) {
-    const float up = float(1 << step_power(C::kKeyBits, step));
+__device__ __forceinline__ Pairs<C::kBf16> window_query(uint32_t pair, int step, int half) {
+    const float up = float(1 << C::key_power(step, half));
     if constexpr (C::kBf16) {
         const float2 x = from_pair(pair);
         return split(make_float2(x.x * up, x.y * up));
@@ -94,7 +94,7 @@ __device__ __forceinline__ void row_products(HeadState<C>& s, const uint32_t (&p
             const uint32_t a0 = __byte_perm(x0, x1, 0x5410), a1 = __byte_perm(x0, x1, 0x7632);
             const uint32_t a2 = __byte_perm(x2, x3, 0x5410), a3 = __byte_perm(x2, x3, 0x7632);
             const int j = 2 * i + k;
-            const float unit = float(1 << step_power(C::kValueBits, j)) * kSmallest;
+            const float unit = float(1 << C::value_power(j)) * kSmallest;
 #pragma unroll
             for (int t = 0; t < C::kTiles; ++t) {
                 float d[4] = {0, 0, 0, 0};
@@ -140,8 +140,8 @@ __device__ __forceinline__ void visit_window(HeadState<C>& s, const SharedStorag
 #pragma unroll
         for (int t = 0; t < C::kTiles; ++t) {
             const uint4 v = query_vector<C>(shared, t, i, warp, lane);
-            const Pairs<kB> q[4] = {window_query<C>(v.x, 2 * i), window_query<C>(v.y, 2 * i),
-                                    window_query<C>(v.z, 2 * i + 1), window_query<C>(v.w, 2 * i + 1)};
+            const Pairs<kB> q[4] = {window_query<C>(v.x, 2 * i, 0), window_query<C>(v.y, 2 * i, 1),
+                                    window_query<C>(v.z, 2 * i + 1, 0), window_query<C>(v.w, 2 * i + 1, 1)};
 #pragma unroll
             for (int n = 0; n < Pairs<kB>::kCount; ++n) {
                 mma<kB>(c[t][0], a.x, b.x, a.z, b.z, q[0].at[n], q[1].at[n]);

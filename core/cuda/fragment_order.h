@@ -18,7 +18,9 @@
 //   power     6 |        3 |       0 |     6 |     3 |     0
 //                      after >> 9    |
 //
-// A step has the same power in both units, so that it can be divided out of the query once.
+// A step has the same power in both units, so that it can be divided out of the query once. At 3 bits and head dim 64 a block
+// has eight operands only: there a lane's vectors have two words, each a register of both halves of the depth, which have
+// powers of their own.
 #pragma once
 #include <cstdint>
 
@@ -36,12 +38,14 @@
 namespace kivi::cuda {
 
 constexpr int kBlockTokens = 32;
-constexpr int kVectorBytes = 512;  // 16 bytes a lane
+constexpr int kVectorBytes = 512;  // 16 bytes a lane, where it has four words
+KIVI_HOST_DEVICE constexpr int vector_words(int bits, int dim) { return bits == 3 && dim == 64 ? 2 : 4; }
 
 KIVI_HOST_DEVICE constexpr int fields_of(int bits) { return bits == 3 ? 5 : 16 / bits; }
 
-// Operands of a block are numbered unit * steps + step. At 3 bits (dims 128 and 256) each sixteen of them share three
-// vectors, and the last of the sixteen is the one in the bits x.
+// Operands of a block are numbered unit * steps + step; where vectors have two words, halves of operands: (unit * steps +
+// step) * 2 + half of the depth. At 3 bits each sixteen share three vectors, and the last of the sixteen is the one in the
+// bits x.
 constexpr int kSpareBit = 15, kSparePower = 6;
 KIVI_HOST_DEVICE constexpr bool is_spare(int bits, int number) { return bits == 3 && number % 16 == 15; }
 KIVI_HOST_DEVICE constexpr int first_vector(int bits, int number) {  // of those that share a bit x
@@ -67,12 +71,16 @@ KIVI_HOST_DEVICE constexpr int vector_of(int bits, int number) {
 }
 KIVI_HOST_DEVICE constexpr int field_of(int bits, int number) { return slot_of(bits, number) % fields_of(bits); }
 
-// log2 of the power of two that the codes of a step carry as operands, in either unit. 16-bit numbers carry none.
-KIVI_HOST_DEVICE constexpr int step_power(int bits, int step) {
-    if (bits == 16) return 0;
-    if (is_spare(bits, step)) return kSparePower;
+// log2 of the power of two that the codes of a number carry as operands.
+KIVI_HOST_DEVICE constexpr int number_power(int bits, int number) {
+    if (is_spare(bits, number)) return kSparePower;
     const int in_place = bits == 3 ? 3 : 8 / bits;
-    return bits * (field_of(bits, step) % in_place);
+    return bits * (field_of(bits, number) % in_place);
+}
+// Those of a step and half of its depth, in either unit. 16-bit numbers carry none.
+KIVI_HOST_DEVICE constexpr int step_power(int bits, int dim, int step, int half) {
+    if (bits == 16) return 0;
+    return number_power(bits, vector_words(bits, dim) == 2 ? 2 * step + half : step);
 }
 
 // Where a code is: the operand (unit and step) and its place in it. lane = 4 * row + column; `word` is the register
@@ -114,6 +122,17 @@ KIVI_HOST_DEVICE inline int channel_at(bool keys, const Fragment& at) {
                 : 32 * (at.step / 2) + 4 * row + 2 * (at.step % 2) + at.word % 2;
 }
 
+// What a block's word i holds: a register of some operands.
+struct WordPlace {
+    int words, vector, lane, word, steps;
+    KIVI_HOST_DEVICE WordPlace(int bits, int dim, int i)
+        : words(vector_words(bits, dim)), vector(i / (32 * words)), lane(i / words % 32), word(i % words), steps(dim / 16) {}
+    KIVI_HOST_DEVICE Fragment fragment(int number, int half) const {
+        const int operand = words == 2 ? number / 2 : number, unit = operand >= steps;
+        return {unit, operand - unit * steps, lane, words == 2 ? word + number % 2 * 2 : word, half};
+    }
+};
+
 // Sizes of one tensor's part.
 struct FragmentSizes {
     int code_bytes;    // of a block
@@ -142,7 +161,7 @@ struct FragmentOrderOf {
         return FragmentSizes(order.spec, order.dim).code_bytes / 4 * ((tokens + kBlockTokens - 1) / kBlockTokens);
     }
 
-    // One word: register i % 4 of lane i / 4 % 32 of all operands of vector i / 128.
+    // One word: of vectors of four, register i % 4 of lane i / 4 % 32 of all operands of vector i / 128.
     template <int BITS, class Code>
     KIVI_HOST_DEVICE static void write(const PageOrder& order, uint8_t* part, int first, int count, int i,
                                        const Code& code) {
@@ -150,12 +169,10 @@ struct FragmentOrderOf {
         const bool keys = is_keys(order);
         const FragmentSizes sizes(order.spec, order.dim);
         const int words = sizes.code_bytes / 4, block = i / words, in_block = i % words;
-        const int vector = in_block / (kVectorBytes / 4), steps = order.dim / 16;
-        Fragment at;
-        at.lane = in_block / 4 % 32;
-        at.word = in_block % 4;
+        const WordPlace place(BITS, order.dim, in_block);
+        const int vector = place.vector;
         const auto of = [&](int number, int half) {
-            at.unit = number / steps, at.step = number % steps, at.half = half;
+            const Fragment at = place.fragment(number, half);
             return static_cast<uint32_t>(code(block * kBlockTokens + token_at(keys, at), channel_at(keys, at)));
         };
         uint32_t word = 0;
@@ -175,20 +192,18 @@ struct FragmentOrderOf {
         const bool keys = is_keys(order);
         const FragmentSizes sizes(order.spec, order.dim);
         const int words = sizes.code_bytes / 4, block = i / words, in_block = i % words;
-        const int vector = in_block / (kVectorBytes / 4), steps = order.dim / 16;
+        const WordPlace place(BITS, order.dim, in_block);
+        const int vector = place.vector;
         const uint32_t* const from =
             reinterpret_cast<const uint32_t*>(part + sizes.codes(keys, first / kBlockTokens + block)) + in_block;
-        Fragment at;
-        at.lane = in_block / 4 % 32;
-        at.word = in_block % 4;
         const auto give = [&](int number, int half, uint32_t code) {
-            at.unit = number >= steps, at.step = number - at.unit * steps, at.half = half;
+            const Fragment at = place.fragment(number, half);
             take(block * kBlockTokens + token_at(keys, at), channel_at(keys, at), static_cast<int>(code));
         };
         const uint32_t word = *from;
         const bool with_spare = BITS == 3 && vector % 3 == 0;
-        const uint32_t second = with_spare ? from[kVectorBytes / 4] : 0,
-                       third = with_spare ? from[kVectorBytes / 2] : 0;
+        const uint32_t second = with_spare ? from[32 * place.words] : 0,
+                       third = with_spare ? from[64 * place.words] : 0;
         for (int half = 0; half < 2; ++half) {
             for (int field = 0; field < fields_of(BITS); ++field) {
                 give(operand_of(BITS, vector, field), half,
@@ -204,14 +219,14 @@ struct FragmentOrderOf {
 
     KIVI_HOST_DEVICE static int code(const PageOrder& order, const uint8_t* part, int token, int channel) {
         const bool keys = is_keys(order);
-        const int bits = order.spec.bits;
+        const int bits = order.spec.bits, words = vector_words(bits, order.dim);
         const Fragment at = fragment_at(keys, token % kBlockTokens, channel);
         const uint8_t* const half = part + FragmentSizes(order.spec, order.dim).codes(keys, token / kBlockTokens) +
-                                    at.lane * 16 + at.word * 4 + at.half * 2;
+                                    at.lane * (4 * words) + at.word % words * 4 + at.half * 2;
         const auto word = [&](int vector) {
-            return static_cast<unsigned>(*reinterpret_cast<const uint16_t*>(half + vector * kVectorBytes));
+            return static_cast<unsigned>(*reinterpret_cast<const uint16_t*>(half + vector * (128 * words)));
         };
-        const int number = at.unit * (order.dim / 16) + at.step;
+        const int operand = at.unit * (order.dim / 16) + at.step, number = words == 2 ? 2 * operand + at.word / 2 : operand;
         if (is_spare(bits, number)) {
             const int first = first_vector(bits, number);
             return static_cast<int>(word(first) >> kSpareBit | word(first + 1) >> kSpareBit << 1 |
@@ -260,13 +275,11 @@ struct FragmentOrderOf {
     KIVI_HOST_DEVICE static void write_some(const PageOrder& order, uint8_t* part, int first, int count, int i,
                                             const Code& code) {
         const FragmentSizes sizes(order.spec, order.dim);
-        const int vector = i / (kVectorBytes / 4), steps = order.dim / 16, skip = first % kBlockTokens;
-        Fragment at;
-        at.lane = i / 4 % 32;
-        at.word = i % 4;
+        const WordPlace place(BITS, order.dim, i);
+        const int vector = place.vector, skip = first % kBlockTokens;
         uint32_t word = 0, mask = 0;
         const auto set = [&](int number, int half, int from, uint32_t bits, int to) {
-            at.unit = number / steps, at.step = number % steps, at.half = half;
+            const Fragment at = place.fragment(number, half);
             const int token = token_at(false, at) - skip;
             if (token < 0 || token >= count) return;
             word |= (static_cast<uint32_t>(code(token, channel_at(false, at))) >> from & bits) << (to + 16 * half);

@@ -60,8 +60,10 @@ __device__ __forceinline__ float code_of_distance(float distance, float high, fl
 // is made in turns, in the order of its operands; a step is one operand, and two are a run of 32 channels.
 template <int BITS, int DIM>
 struct Turn {
-    static constexpr int kVectors = BITS == 3 ? 3 : 1, kBytes = kVectors * kVectorBytes;
-    static constexpr int kOperands = kVectors * fields_of(BITS) + (BITS == 3 ? 1 : 0), kRuns = kOperands / 2;
+    static constexpr int kWords = vector_words(BITS, DIM);
+    static constexpr int kVectors = BITS == 3 ? 3 : 1, kBytes = kVectors * kWords * 128;
+    static constexpr int kOperands = (kVectors * fields_of(BITS) + (BITS == 3 ? 1 : 0)) * kWords / 4;
+    static constexpr int kRuns = kOperands / 2;
     static constexpr int kSteps = DIM / 16, kTurns = 2 * kSteps / kOperands;
     // Run r of a turn is in unit first_unit + unit(r), and begins with channel 32 * (first_run + run(r)). The former
     // depend on the turn alone, and the latter are constants in unrolled loops.
@@ -70,7 +72,7 @@ struct Turn {
     static __device__ __forceinline__ constexpr int unit(int r) { return r / (kSteps / 2); }
     static __device__ __forceinline__ constexpr int run(int r) { return r % (kSteps / 2); }
 
-    uint32_t word[kVectors][4];
+    uint32_t word[kVectors][kWords];
 
     // Codes come with `above` added to them, which is taken away again for every field.
     __device__ __forceinline__ explicit Turn(uint32_t above) {
@@ -81,11 +83,15 @@ struct Turn {
             ones += above << (field_bit(BITS, field) + 16);
         }
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) word[v][0] = word[v][1] = word[v][2] = word[v][3] = 0u - ones;
+        for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+            for (int w = 0; w < kWords; ++w) word[v][w] = 0u - ones;
+        }
     }
 
     // Adds a code of operand `number` of the turn. `number`, `at` and `half` are constants: register and half word.
     __device__ __forceinline__ void add(int number, int at, int half, uint32_t code) {
+        if constexpr (kWords == 2) number = 2 * number + at / 2, at %= 2;
         if (is_spare(BITS, number)) {
 #pragma unroll
             for (int v = 0; v < kVectors; ++v) word[v][at] += (code >> v & 1) << (kSpareBit + 16 * half);
@@ -109,8 +115,10 @@ struct Turn {
     __device__ __forceinline__ void store(uint8_t* block, int turn, int lane) const {
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-            reinterpret_cast<uint4*>(block + turn * kBytes + v * kVectorBytes)[lane] =
-                make_uint4(word[v][0], word[v][1], word[v][2], word[v][3]);
+            Words<kWords> vector;
+#pragma unroll
+            for (int w = 0; w < kWords; ++w) vector.word[w] = word[v][w];
+            reinterpret_cast<Words<kWords>*>(block + turn * kBytes)[v * kWarp + lane] = vector;
         }
     }
 };

@@ -57,26 +57,23 @@ struct PagesStorage {
 
 // ---- Dequantising ----
 
-// Operand `number` of a block, times 2^-kDown.
-template <class C, int BITS, int VECTORS>
-__device__ __forceinline__ uint4 numbers(const uint4 (&w)[VECTORS], const uint4 (&x)[VECTORS], uint32_t thousand,
-                                         int number) {
-    return code_numbers(fast::operand<BITS>(w, x, number), thousand, step_power(BITS, number), C::kDown);
-}
+// The tokens of a vector's even and odd words, exchanged.
+__device__ __forceinline__ uint4 exchanged(uint4 x) { return make_uint4(x.y, x.x, x.w, x.z); }
+__device__ __forceinline__ uint2 exchanged(uint2 x) { return make_uint2(x.y, x.x); }
 
 // By one warp: the keys of block b as code * scale * 2^-kDown, and its mins. A thread has eight channels of two tokens
 // side by side. Threads of odd rows take the later token first: so threads that store at the same time have all banks.
 template <class C, int BITS>
 __device__ __forceinline__ void dequantize_keys(uint8_t* to, const PackedPiece& packed, const uint8_t* stage, int b,
                                                 int lane) {
-    constexpr int kVectors = kBlockTokens * C::kDim * BITS / 8 / kVectorBytes;
+    constexpr int kVectors = fast::kCodeVectors<BITS, C::kDim>;
     const int row = lane >> 2, column = lane & 3;
     const uint8_t* const params = stage + packed.key_params[b];
-    uint4 w[kVectors], x[kVectors];
+    fast::CodeVector<BITS, C::kDim> w[kVectors], x[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-        const uint4 loaded = fast::load16(stage + packed.key_codes[b] + v * kVectorBytes + lane * 16);
-        w[v] = row % 2 ? make_uint4(loaded.y, loaded.x, loaded.w, loaded.z) : loaded;
+        const auto loaded = fast::load_codes<BITS, C::kDim>(stage + packed.key_codes[b], v, lane);
+        w[v] = row % 2 ? exchanged(loaded) : loaded;
         x[v] = fast::shift_high<BITS>(w[v]);
     }
     // Of the first token's vector. Whatever is added changes bits that are 0, or is permuted with the row.
@@ -113,14 +110,14 @@ __device__ __forceinline__ void dequantize_keys(uint8_t* to, const PackedPiece& 
 template <class C, int BITS>
 __device__ __forceinline__ void dequantize_values(uint8_t* to, const PackedPiece& packed, const uint8_t* stage, int b,
                                                   int lane) {
-    constexpr int kVectors = kBlockTokens * C::kDim * BITS / 8 / kVectorBytes;
+    constexpr int kVectors = fast::kCodeVectors<BITS, C::kDim>;
     const int row = lane >> 2, column = lane & 3;
     const uint8_t* const codes = stage + packed.value_codes[b];
     const uint8_t* const params = codes + packed.value_params + column * 16;
-    uint4 w[kVectors], x[kVectors];
+    fast::CodeVector<BITS, C::kDim> w[kVectors], x[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-        w[v] = fast::load16(codes + v * kVectorBytes + lane * 16);
+        w[v] = fast::load_codes<BITS, C::kDim>(codes, v, lane);
         x[v] = fast::shift_high<BITS>(w[v]);
     }
     const int at = 128 * (4 * row) + 16 * (column + 4 * b ^ 4 * (row % 2));
@@ -152,9 +149,7 @@ __device__ __forceinline__ void dequantize_values(uint8_t* to, const PackedPiece
 template <class C, class Visit>
 __device__ __forceinline__ void with_bits(int bits, const Visit& visit) {
     if (bits == 2) visit(std::integral_constant<int, 2>{});
-    if constexpr (C::kDim % 128 == 0) {
-        if (bits == 3) visit(std::integral_constant<int, 3>{});
-    }
+    if (bits == 3) visit(std::integral_constant<int, 3>{});
     if (bits == 4) visit(std::integral_constant<int, 4>{});
 }
 

@@ -114,9 +114,36 @@ __device__ __forceinline__ uint4 code_numbers(uint4 pairs, uint32_t thousand, in
                       code_numbers(pairs.z, thousand, power, down), code_numbers(pairs.w, thousand, power, down));
 }
 
-// visit(unit, step, codes * 2^-down) for the operands of vector V of a block's codes.
+// Operand `number` of a block whose vectors are w, times 2^-kDown; x: those shifted.
+template <class C, int BITS, class Vector, int VECTORS>
+__device__ __forceinline__ uint4 numbers(const Vector (&w)[VECTORS], const Vector (&x)[VECTORS], uint32_t thousand,
+                                         int number) {
+    const uint4 pairs = fast::operand<BITS>(w, x, number);
+    const int low = step_power(BITS, C::kDim, number % C::kSteps, 0), high = step_power(BITS, C::kDim, number % C::kSteps, 1);
+    return make_uint4(code_numbers(pairs.x, thousand, low, C::kDown), code_numbers(pairs.y, thousand, low, C::kDown),
+                      code_numbers(pairs.z, thousand, high, C::kDown), code_numbers(pairs.w, thousand, high, C::kDown));
+}
+
+// How many shares a block's codes have, of a warp each: vectors, or all where these have two words.
+template <int BITS, int DIM>
+constexpr int kShares = vector_words(BITS, DIM) == 2 ? 1 : fast::kCodeVectors<BITS, DIM>;
+
+// visit(unit, step, codes * 2^-down) for the operands of share V of a block's codes.
 template <class C, int BITS, int V, class Visit>
 __device__ __forceinline__ void for_operands(const uint8_t* codes, uint32_t thousand, int lane, const Visit& visit) {
+    if constexpr (vector_words(BITS, C::kDim) == 2) {
+        uint2 w[3], x[3];
+#pragma unroll
+        for (int v = 0; v < 3; ++v) {
+            w[v] = fast::load_codes<BITS, C::kDim>(codes, v, lane);
+            x[v] = fast::shift_high<BITS>(w[v]);
+        }
+#pragma unroll
+        for (int number = 0; number < 2 * C::kSteps; ++number) {
+            visit(number / C::kSteps, number % C::kSteps, numbers<C, BITS>(w, x, thousand, number));
+        }
+        return;
+    }
     constexpr int kVectors = BITS == 3 && V % 3 == 0 ? 3 : 1;  // one of three gathers the operand in the spare bits
     constexpr int kInPlace = BITS == 3 ? 3 : 8 / BITS;
     uint4 w[kVectors];
@@ -189,11 +216,11 @@ __device__ __forceinline__ void unpack_values(SharedStorage<C>& shared, const Pa
     });
 }
 
-// Warps take the vectors of codes in turn; `first` is whose turn it is.
+// Warps take the shares of codes in turn; `first` is whose turn it is.
 template <class C, int BITS, bool KEYS>
 __device__ __forceinline__ void unpack_codes(SharedStorage<C>& shared, const PackedPiece& packed, const uint8_t* stage,
                                              int first, int warp, int lane) {
-    constexpr int kVectors = kBlockTokens * C::kDim * BITS / 8 / kVectorBytes;
+    constexpr int kVectors = kShares<BITS, C::kDim>;
     static_assert(kVectors <= 8);
 #pragma unroll 1
     for (int b = 0; b < kPieceBlocks; ++b) {
@@ -224,9 +251,7 @@ __device__ __forceinline__ void unpack_codes(SharedStorage<C>& shared, const Pac
                                              int bits, int first, int warp, int lane) {
     switch (bits) {
         case 2: return unpack_codes<C, 2, KEYS>(shared, packed, stage, first, warp, lane);
-        case 3:  // sixteen operands share three vectors: see fragment_order.h
-            if constexpr (C::kDim % 128 == 0) return unpack_codes<C, 3, KEYS>(shared, packed, stage, first, warp, lane);
-            return;
+        case 3: return unpack_codes<C, 3, KEYS>(shared, packed, stage, first, warp, lane);
         default: return unpack_codes<C, 4, KEYS>(shared, packed, stage, first, warp, lane);
     }
 }

@@ -26,6 +26,7 @@ const Instance kInstances[] = {
     {"3/2 g64 dim 256", 256, 3, 2, 64, 64},
     {"4/4 g32 dim 256", 256, 4, 4, 32, 32},
     {"4/2 g64 dim 256", 256, 4, 2, 64, 64},
+    {"3/2 g64 dim 64", 64, 3, 2, 64, 64},
 };
 
 // Those of 16 bits, which have no groups; key_group is the unit of the windows that tests take.

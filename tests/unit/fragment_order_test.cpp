@@ -2,6 +2,7 @@
 // as long as the canonical one.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "cuda/page_order.h"
@@ -26,7 +27,7 @@ TEST_CASE("fragment order: a permutation of the canonical bytes") {
     for (int dim : {64, 128, 256}) {
         for (int bits : {2, 3, 4}) {
             for (int group : {32, 64, 128}) {
-                if (bits != 3 || dim >= 128) cases.push_back({bits, KIVI_AXIS_CHANNEL, group, dim});
+                cases.push_back({bits, KIVI_AXIS_CHANNEL, group, dim});
                 if (bits != 3 && group <= dim) cases.push_back({bits, KIVI_AXIS_TOKEN, group, dim});
             }
             if (bits != 3) cases.push_back({bits, KIVI_AXIS_TOKEN, KIVI_GROUP_HEAD, dim});
@@ -82,7 +83,7 @@ TEST_CASE("fragment order: a permutation of the canonical bytes") {
                     with_bits(spec.bits, [&](auto bits) {
                         FragmentOrder::write<decltype(bits)::value>(order, filled.data(), first, next - first, i,
                                                                     [&](int t, int c) {
-                                                                        REQUIRE(t < next - first);
+                                                                        wrong += t >= next - first;
                                                                         return code_of(spec, first + t, c);
                                                                     });
                     });
