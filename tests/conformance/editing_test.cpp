@@ -102,12 +102,14 @@ TEST_CASE(
     CHECK(kivi_attend(cache, 0, batch, q, out, &params, memory + 1, bytes, nullptr) ==
           KIVI_OK);  // any alignment
     CHECK(workspace.marks_intact());
-    // No score matrix: a hundred thousand tokens and prompts of thousands ask for a sliver of what they read.
+    // No score matrix: a hundred thousand tokens and prompts of thousands ask for a sliver of what they read, and on a GPU
+    // for what its multiprocessors leave of rows that they share.
+    const size_t results = backend().device == KIVI_CUDA ? 100000000 : 0;
     with.max_tokens = 100000;
     const Cache longer(with);
     for (int32_t queries : {1, 40, 4096}) {
         REQUIRE(kivi_attend_workspace(longer, 0, 1, queries, &bytes) == KIVI_OK);
-        CHECK(bytes < longer.memory().page_bytes / 3 / 8);
+        CHECK(bytes < longer.memory().page_bytes / 3 / 8 + results);
     }
 }
 
