@@ -6,7 +6,8 @@
 //               --quick: batch 8, 32K
 //     sweep     k3v2 and kivi2-sink over batch, context and heads, where fp16 caches of the shape fit; --quick: some
 //     prompts   packing prompts of one sequence with 8 KV heads of 128 channels, or as many channels, a layer; --quick: some
-//     steps     appending one token to each sequence, flushes included, a layer
+//     steps     appending one token to each sequence, flushes included, a layer: appends alone, and what each adds to the
+//               attend behind it
 //     chunks    calls that bring keys and values of one token or several, over packed pasts, some with
 //               KIVI_ATTEND_INVARIANT too; --quick: some
 //   bench_gpu --spec NAME [SHAPE]   one of the specs or presets at every shape, or at the one of that number; NAME may end
@@ -121,6 +122,7 @@ constexpr int kReplays = 15, kFewReplays = 5;
 constexpr double kEnoughUs = 4e5;        // of replays, once there are a few
 constexpr int64_t kRotation = 256 << 20;  // bytes: several times the L2
 constexpr int kMostLayers = 400;
+constexpr int kSteps = 128;     // of a graph of decode steps
 constexpr int kFewTokens = 64;  // of a query: more make a call so long that two are enough
 
 // What holds for the whole run.
@@ -178,45 +180,94 @@ void fill(void* to, int64_t count, int32_t dtype = KIVI_F16) {
     }
 }
 
+double median(std::vector<double> numbers) {
+    std::sort(numbers.begin(), numbers.end());
+    return numbers[numbers.size() / 2];
+}
+
+// How long a stream is at work.
+class Timer {
+  public:
+    explicit Timer(cudaStream_t stream) : stream_(stream) {
+        ok(cudaEventCreate(&begin_), "event");
+        ok(cudaEventCreate(&end_), "event");
+    }
+    ~Timer() {
+        ok(cudaEventDestroy(begin_), "event");
+        ok(cudaEventDestroy(end_), "event");
+    }
+    Timer(const Timer&) = delete;
+    template <class Work>
+    double us(const Work& work) const {
+        ok(cudaEventRecord(begin_, stream_), "record");
+        work();
+        ok(cudaEventRecord(end_, stream_), "record");
+        ok(cudaEventSynchronize(end_), "wait");
+        float ms = 0;
+        ok(cudaEventElapsedTime(&ms, begin_, end_), "time");
+        return 1e3 * ms;
+    }
+
+  private:
+    cudaStream_t stream_;
+    cudaEvent_t begin_, end_;
+};
+
 // Median time of `work` after `prepare`, which is not timed.
 template <class Prepare, class Work>
 double median_us(cudaStream_t stream, const Prepare& prepare, const Work& work) {
-    cudaEvent_t begin, end;
-    ok(cudaEventCreate(&begin), "event");
-    ok(cudaEventCreate(&end), "event");
+    const Timer timer(stream);
     std::vector<double> times;
     double sum = 0;
     for (int i = 0; i < kReplays + 2; ++i) {
         prepare();
-        ok(cudaEventRecord(begin, stream), "record");
-        work();
-        ok(cudaEventRecord(end, stream), "record");
-        ok(cudaEventSynchronize(end), "wait");
-        float ms = 0;
-        ok(cudaEventElapsedTime(&ms, begin, end), "time");
-        if (i >= 2) times.push_back(1e3 * ms);
-        sum += 1e3 * ms;
+        const double us = timer.us(work);
+        if (i >= 2) times.push_back(us);
+        sum += us;
         if (times.size() >= kFewReplays && sum > kEnoughUs) break;
     }
-    ok(cudaEventDestroy(begin), "event");
-    ok(cudaEventDestroy(end), "event");
-    std::sort(times.begin(), times.end());
-    return times[times.size() / 2];
+    return median(times);
 }
 
+// What calls() enqueues on a stream, captured.
+class Graph {
+  public:
+    template <class Calls>
+    Graph(cudaStream_t stream, const Calls& calls) : stream_(stream) {
+        ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
+        calls();
+        ok(cudaStreamEndCapture(stream, &graph_), "capture");
+        ok(cudaGraphInstantiate(&replay_, graph_, 0), "graph");
+    }
+    ~Graph() {
+        ok(cudaGraphExecDestroy(replay_), "graph");
+        ok(cudaGraphDestroy(graph_), "graph");
+    }
+    Graph(const Graph&) = delete;
+    void operator()() const { ok(cudaGraphLaunch(replay_, stream_), "launch"); }
+
+  private:
+    cudaStream_t stream_;
+    cudaGraph_t graph_ = nullptr;
+    cudaGraphExec_t replay_ = nullptr;
+};
+
+// attend_share: us as a share of an attend, where that is told.
 void print_line(const Bench& bench, const char* suite, const Storage& s, const Shape& shape, double us, double bytes,
-                const char* path) {
+                const char* path, double attend_share = 0) {
     const double gbps = bytes / us / 1e3;
     std::printf("{\"suite\": \"%s\", \"table\": \"%s\", \"case\": {\"backend\": \"cuda\", \"batch\": %d, \"q_heads\": %d, "
                 "\"kv_heads\": %d, \"head_dim\": %d, \"context\": %d, \"q_len\": %d, \"dtype\": \"%s\", \"preset\": \"%s\", "
                 "\"k_bits\": %d, \"v_bits\": %d, \"group\": %d, \"threads\": %d, \"isa\": \"sm_%d\", \"hadamard\": %s, "
                 "\"query_aware\": %s, \"path\": \"%s\"}, \"median_us\": %.3f, \"bytes\": %.0f, \"gbps\": %.1f, "
-                "\"ratios\": {\"copy\": %.4f}}\n",
+                "\"ratios\": {\"copy\": %.4f",
                 suite, bench.table.c_str(), shape.batch, shape.q_heads, shape.kv_heads, s.dim, shape.tokens, s.query_tokens,
                 s.dtype == KIVI_BF16 ? "bf16" : "f16",
                 s.name.c_str(), s.k.bits, s.v.bits, s.k.group, bench.device.threads, bench.device.capability,
                 s.v.transform == KIVI_TRANSFORM_HADAMARD ? "true" : "false",
                 s.k.rounding == KIVI_ROUND_QUERY_AWARE ? "true" : "false", path, us, bytes, gbps, gbps / bench.copy_gbps);
+    if (attend_share != 0) std::printf(", \"attend\": %.4f", attend_share);
+    std::printf("}}\n");
     std::fflush(stdout);
 }
 
@@ -318,19 +369,15 @@ void measure_attend(const Bench& bench, const Storage& s, Shape shape) {
     const kivi_tensor fresh = tensor(tokens.data(), {shape.batch, s.query_tokens, shape.kv_heads, s.dim}, true);
     if (s.fresh) params.k = params.v = &fresh;
     const int attends = chunk ? cache.layers() : std::max(kAttends, cache.layers());
-    cudaGraph_t graph;
-    cudaGraphExec_t replay;
-    ok(cudaStreamBeginCapture(bench.stream, cudaStreamCaptureModeGlobal), "capture");
-    for (int i = 0; i < attends; ++i) {
-        ok(kivi_attend(cache, i % cache.layers(), &batch, &q, &to, &params, workspace.data(), workspace_bytes, bench.stream), "attend");
-    }
-    ok(cudaStreamEndCapture(bench.stream, &graph), "capture");
-    ok(cudaGraphInstantiate(&replay, graph, 0), "graph");
-    const double us = median_us(bench.stream, [] {}, [&] { ok(cudaGraphLaunch(replay, bench.stream), "launch"); }) / attends;
+    const Graph graph(bench.stream, [&] {
+        for (int i = 0; i < attends; ++i) {
+            ok(kivi_attend(cache, i % cache.layers(), &batch, &q, &to, &params, workspace.data(), workspace_bytes, bench.stream),
+               "attend");
+        }
+    });
+    const double us = median_us(bench.stream, [] {}, graph) / attends;
     ok(cudaDeviceSynchronize(), "attend");
     print_line(bench, "attend", s, shape, us, cache.live_bytes(), cache.attend_path());
-    ok(cudaGraphExecDestroy(replay), "graph");
-    ok(cudaGraphDestroy(graph), "graph");
 }
 
 // Moments with a diagonal and what falls off beside it, for every layer.
@@ -400,7 +447,7 @@ void run_specs(const Bench& bench, bool quick) {
 
 // Replays of a graph of 128 appends, in which every tail is flushed as often as it must.
 void measure_step(const Bench& bench, const Storage& s, int batch_size) {
-    constexpr int kSteps = 128, kHeads = 8;
+    constexpr int kHeads = 8;
     const Cache cache(s, 4 * kHeads, kHeads, batch_size, kSteps * (kReplays + 4), 1);
     for (int32_t id = 0; id < batch_size; ++id) {
         ok(kivi_sequence_reserve(cache, id, kSteps * (kReplays + 4), bench.stream), "reserve");
@@ -410,22 +457,73 @@ void measure_step(const Bench& bench, const Storage& s, int batch_size) {
     fill(tokens.data(), count);
     const kivi_batch batch = batch_of(batch_size, 1);
     const kivi_tensor input = tensor(tokens.data(), {batch_size, 1, kHeads, s.dim}, false);
-    cudaGraph_t graph;
-    cudaGraphExec_t replay;
-    ok(cudaStreamBeginCapture(bench.stream, cudaStreamCaptureModeGlobal), "capture");
-    for (int step = 0; step < kSteps; ++step) ok(kivi_append(cache, 0, &batch, &input, &input, bench.stream), "append");
-    ok(cudaStreamEndCapture(bench.stream, &graph), "capture");
-    ok(cudaGraphInstantiate(&replay, graph, 0), "graph");
-    const double us = median_us(bench.stream, [] {}, [&] { ok(cudaGraphLaunch(replay, bench.stream), "launch"); }) / kSteps;
+    const Graph graph(bench.stream, [&] {
+        for (int step = 0; step < kSteps; ++step) ok(kivi_append(cache, 0, &batch, &input, &input, bench.stream), "append");
+    });
+    const double us = median_us(bench.stream, [] {}, graph) / kSteps;
     print_line(bench, "step", s, {batch_size, 4 * kHeads, kHeads, 1}, us, 4.0 * count, cache.pack_path());
-    ok(cudaGraphExecDestroy(replay), "graph");
-    ok(cudaGraphDestroy(graph), "graph");
+}
+
+// What an append adds to the attend behind it: replays of a graph of 128 appends and attends or some more, against those
+// before and after of a graph of the attends alone. Layers rotate out of the L2; their lengths are spread over the
+// flush unit, so that every replay has its share of flushes.
+void measure_step_beside(const Bench& bench, const Storage& s, const Shape& shape) {
+    constexpr int kRounds = 9;
+    const double bits = (s.k.bits + s.v.bits) / 2.0 + (s.k.bits == 16 ? 0 : 32.0 / s.k.group);
+    const double bytes = 2.0 * shape.batch * shape.kv_heads * s.dim * shape.tokens * bits / 8;
+    const int layers = std::max(2, static_cast<int>(kRotation / bytes) + 1), turns = (kSteps + layers - 1) / layers;
+    const int most = shape.tokens + s.flush + kRounds * turns;
+    const Cache cache(s, shape.q_heads, shape.kv_heads, shape.batch, most, layers);
+    for (int32_t id = 0; id < shape.batch; ++id) ok(kivi_sequence_reserve(cache, id, most, bench.stream), "reserve");
+
+    constexpr int kChunk = 4096;
+    const int64_t row = int64_t{1} * shape.batch * shape.kv_heads * s.dim, query_row = row * shape.q_heads / shape.kv_heads;
+    const int64_t count = std::max<int64_t>(int64_t{kChunk} * shape.kv_heads * s.dim, row);
+    const DeviceArray tokens(2 * count), queries(2 * query_row), out(2 * query_row);
+    fill(tokens.data(), count);
+    fill(queries.data(), query_row);
+    for (int layer = 0; layer < layers; ++layer) {
+        const int length = shape.tokens + layer * s.flush / layers;
+        for (int at = 0; at < length; at += kChunk) {
+            const kivi_batch batch = batch_of(shape.batch, std::min(kChunk, length - at));
+            const kivi_tensor input = tensor(tokens.data(), {shape.batch, batch.max_count, shape.kv_heads, s.dim}, true);
+            ok(kivi_append(cache, layer, &batch, &input, &input, bench.stream), "append");
+        }
+    }
+    const kivi_batch batch = batch_of(shape.batch, 1);
+    size_t workspace_bytes = 0;
+    ok(kivi_attend_workspace(cache, -1, shape.batch, 1, &workspace_bytes), "workspace");
+    const DeviceArray workspace(workspace_bytes);
+    const kivi_tensor input = tensor(tokens.data(), {shape.batch, 1, shape.kv_heads, s.dim}, false);
+    const kivi_tensor q = tensor(queries.data(), {shape.batch, 1, shape.q_heads, s.dim}, false);
+    const kivi_tensor to = tensor(out.data(), {shape.batch, 1, shape.q_heads, s.dim}, false);
+    const auto steps = [&](bool appends) {
+        for (int i = 0; i < turns * layers; ++i) {
+            if (appends) ok(kivi_append(cache, i % layers, &batch, &input, &input, bench.stream), "append");
+            ok(kivi_attend(cache, i % layers, &batch, &q, &to, nullptr, workspace.data(), workspace_bytes, bench.stream), "attend");
+        }
+    };
+    ok(cudaDeviceSynchronize(), "append");
+    const Graph both(bench.stream, [&] { steps(true); }), attends(bench.stream, [&] { steps(false); });
+    const Timer timer(bench.stream);
+    timer.us(attends);
+    std::vector<double> alone{timer.us(attends)}, added;
+    for (int i = 0; i < kRounds; ++i) {
+        const double us = timer.us(both);
+        alone.push_back(timer.us(attends));
+        added.push_back(us - (alone[i] + alone[i + 1]) / 2);
+    }
+    const double us = median(added) / (turns * layers);
+    print_line(bench, "step beside attend", s, shape, us, 4.0 * row, cache.pack_path(), median(added) / median(alone));
 }
 
 void run_steps(const Bench& bench, bool quick) {
     for (const Storage& s : presets()) {
         for (int batch_size : {1, 8, 64}) {
             if (!quick || batch_size == 8) measure_step(bench, s, batch_size);
+        }
+        for (const Shape& shape : {Shape{1, 32, 8, 32768}, Shape{8, 32, 8, 32768}, Shape{64, 32, 8, 4096}}) {
+            if (!quick || shape.batch == 8) measure_step_beside(bench, s, shape);
         }
     }
 }

@@ -16,6 +16,7 @@
 #include "cuda/launch.h"
 #include "cuda/pack.h"
 #include "cuda/prefill.h"
+#include "cuda/step.h"
 #include "format/error.h"
 #include "format/layout.h"
 
@@ -579,6 +580,8 @@ class CudaBackend final : public Backend {
         prepare_attend(args);
         layer.fast = decode_serves(args.key, args.value, shape.q_heads / shape.kv_heads, gpu_.capability);
         if (layer.fast) args.clusters = prepare_decode(args.key, args.value);
+        args.steps = layer.fast && step_serves(args.key, args.value);
+        if (args.steps) prepare_step(args);
         if (layer.fast && has_codes(shape)) {
             args.key.order.order = args.value.order.order = Order::fragment;
             prepare_prefill(args.key, gpu_);

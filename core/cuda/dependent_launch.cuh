@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstddef>
+#include <cstdint>
 
 #include "cuda/device.h"
 #include "cuda/launch.h"
@@ -16,6 +17,18 @@ namespace kivi::cuda {
 __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // Allows the next kernel's blocks, if it is launched so, to start once all blocks of this one are there.
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+// The first access to each line of the parameters is a trip to memory: `warps` warps make all at once. The instruction is
+// there for the sake of the access, which would be left out.
+template <class Parameters>
+__device__ __forceinline__ void touch_parameters(const Parameters& parameters, int warp, int warps) {
+    constexpr int kLine = 64;
+#pragma unroll 1
+    for (int i = warp; i * kLine < int(sizeof parameters); i += warps) {
+        const uint32_t word = reinterpret_cast<const uint32_t*>(&parameters)[i * (kLine / 4)];
+        asm volatile("{\n.reg .pred never;\nsetp.eq.u32 never, %0, 0x9E3779B9;\n@never nanosleep.u32 0;\n}" ::"r"(word));
+    }
+}
 
 // A launch of a kernel that does so.
 struct Launch {

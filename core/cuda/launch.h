@@ -83,6 +83,7 @@ struct Layer {
     unsigned long long* saturated = nullptr;
     FeedbackTables feedback;
     int32_t clusters = 0;  // of the decode kernel (decode.h) that can run at the same time
+    bool steps = false;    // step.h has a kernel
 
     KIVI_HOST_DEVICE const TensorStore& part(Part part) const { return part == Part::key ? key : value; }
     KIVI_HOST_DEVICE int32_t block(int32_t sequence, int64_t page) const {

@@ -104,12 +104,7 @@ __device__ bool find_work(const WriteArgs& args, Work& work) {
 
 // All blocks of a launch that moves the state on call this when they need the state before no more.
 __device__ void arrive(const WriteArgs& args, const Work& work, unsigned blocks) {
-    if (threadIdx.x != 0) return;
-    uint32_t* const arrivals = args.layer.arrivals + work.row.sequence;
-    if (atomicAdd(arrivals, 1) + 1 == blocks) {
-        *arrivals = 0;
-        args.layer.spans[work.row.sequence] = work.step.after;
-    }
+    if (threadIdx.x == 0) move_on(args.layer, work.row.sequence, work.step.after, blocks);
 }
 
 // Positions begin .. end - 1 to their pages, from the ring or new. By one block.
@@ -267,10 +262,11 @@ __device__ __forceinline__ void pack_pages(PackShared<C>& shared, const WriteArg
         if (task.active) {
             if (part.rotated) clamped_rows += transform<P>(tile, lane);
             if (task.of_keys) {
-                pack_keys<P, C::kKeyBits, C::kDim, C::kKeyGroup>(tile, groups.keys, shared.extremes[turn], to);
+                pack_keys<P, C::kKeyBits, C::kDim, C::kKeyGroup>(tile, groups.keys, shared.extremes[turn], to,
+                                                                          warp);
                 turn = (turn + 1) % PackShared<C>::kExtremes;
             } else {
-                pack_values<P, C::kValueBits, C::kDim, C::kValueGroups>(tile, groups.values, to);
+                pack_values<P, C::kValueBits, C::kDim, C::kValueGroups>(tile, groups.values, to, warp);
             }
         }
         __syncwarp();
@@ -362,9 +358,7 @@ constexpr size_t pack_bytes() {
 // All of the multiprocessor's memory that is not the caller's is for shared memory: as many blocks as launch bounds say.
 template <class... Args>
 void prepare(void (*kernel)(Args...), size_t shared_bytes) {
-    prepare_kernel(kernel, shared_bytes);
-    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributePreferredSharedMemoryCarveout,
-                               cudaSharedmemCarveoutMaxShared), "shared memory of a kernel");
+    prepare_kernel(kernel, shared_bytes, cudaSharedmemCarveoutMaxShared);
 }
 
 }  // namespace

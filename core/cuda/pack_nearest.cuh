@@ -9,18 +9,19 @@
 
 namespace kivi::cuda {
 
-// Keys of a warp's tokens. Warps whose tokens share a group call this together.
+// Keys of a warp's tokens, which are a block of the page. Warps whose tokens share a group are neighbours in the order of
+// their blocks and call this together.
 template <class P, int BITS, int DIM, int GROUP>
 __device__ __forceinline__ void pack_keys(const Tile<DIM>& tile, typename CoderOf<P, BITS>::template Keys<DIM>& groups,
-                                          typename KeyExtremes<P, DIM>::Shared& shared, uint8_t* part) {
+                                          typename KeyExtremes<P, DIM>::Shared& shared, uint8_t* part, int block) {
     constexpr FragmentSizes sizes(key_spec<BITS, GROUP>(), DIM);
     using Coder = CoderOf<P, BITS>;
-    const int warp = threadIdx.x / kWarp, lane = kivi::cuda::lane(), row = lane >> 2, column = lane & 3;
+    const int lane = kivi::cuda::lane(), row = lane >> 2, column = lane & 3;
     KeyExtremes<P, DIM> extremes;
     extremes.find(tile, lane);
-    extremes.share(shared, sizes.group_blocks, warp, lane);
-    uint8_t* const group = part + warp / sizes.group_blocks * sizes.group_bytes();
-    extremes.template params<BITS>(group, warp % sizes.group_blocks == 0, lane,
+    extremes.share(shared, sizes.group_blocks, block, lane);
+    uint8_t* const group = part + block / sizes.group_blocks * sizes.group_bytes();
+    extremes.template params<BITS>(group, block % sizes.group_blocks == 0, lane,
                                    [&](int channel, const GroupParams& a, const GroupParams& b) {
                                        groups.set(channel, Coder::group_of(a), Coder::group_of(b));
                                    });
@@ -44,19 +45,19 @@ __device__ __forceinline__ void pack_keys(const Tile<DIM>& tile, typename CoderO
                 for (int i = 0; i < 4; ++i) codes.add(2 * r + i % 2, t + i / 2 * 2, x.word[i], of[i]);
             }
         }
-        codes.finish().store(part + sizes.codes(true, warp), turn, lane);
+        codes.finish().store(part + sizes.codes(true, block), turn, lane);
     }
 }
 
-// Values of a warp's tokens. GROUPS: side by side.
+// Values of a warp's tokens, block `number` of the page. GROUPS: side by side.
 template <class P, int BITS, int DIM, int GROUPS>
 __device__ __forceinline__ void pack_values(const Tile<DIM>& tile,
                                             typename CoderOf<P, BITS>::template Values<GROUPS>& groups,
-                                            uint8_t* part) {
+                                            uint8_t* part, int number) {
     constexpr FragmentSizes sizes(value_spec<BITS, DIM / GROUPS>(), DIM);
     using Coder = CoderOf<P, BITS>;
-    const int warp = threadIdx.x / kWarp, lane = kivi::cuda::lane(), row = lane >> 2, column = lane & 3;
-    uint8_t* const block = part + sizes.codes(false, warp);
+    const int lane = kivi::cuda::lane(), row = lane >> 2, column = lane & 3;
+    uint8_t* const block = part + sizes.codes(false, number);
     auto* const params_at = reinterpret_cast<uint16_t*>(block + sizes.code_bytes) + lane;
     // Two groups at a time, in the halves of a pair; where there is one, it is in both.
     constexpr int kTogether = GROUPS > 1 ? 2 : 1;

@@ -255,14 +255,15 @@ struct KeyExtremes {
         }
     }
 
-    // Over the warps whose tokens share groups; they are active together, and wait for each other alone.
+    // Over the warps whose blocks of the page share groups; they are active together, and wait for each other alone.
     using Shared = uint32_t[kPackWarps][2][kPairs][kWarp];
-    __device__ __forceinline__ void share(Shared& shared, int group_warps, int warp, int lane) {
+    __device__ __forceinline__ void share(Shared& shared, int group_warps, int block, int lane) {
         if (group_warps == 1) return;
 #pragma unroll
-        for (int i = 0; i < kPairs; ++i) shared[warp][0][i][lane] = least[i], shared[warp][1][i][lane] = most[i];
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + warp / group_warps), "r"(group_warps * kWarp) : "memory");
-        const int begin = warp & ~(group_warps - 1);
+        for (int i = 0; i < kPairs; ++i) shared[block][0][i][lane] = least[i], shared[block][1][i][lane] = most[i];
+        const int barrier = 1 + threadIdx.x / kWarp / group_warps;
+        asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(group_warps * kWarp) : "memory");
+        const int begin = block & ~(group_warps - 1);
 #pragma unroll 1
         for (int other = begin; other < begin + group_warps; ++other) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// Append and flush: kernels for any spec. What a block does is in write_head.cuh; prompts on layers with pages in the
-// fragment order are packed by pack.cu.
+// Append and flush: kernels for any spec. What a block does is in write_head.cuh; where there are fast kernels, decode steps
+// are step.cu's, and prompts pack.cu's.
 //
 // Few tokens take one launch. Many take two: packing is spread over page units, and rows are stored when all is packed.
 // The last block of a row to have read the sequence's state moves it on; until then every block sees the state before
@@ -8,6 +8,7 @@
 // Compiled without contraction: every code is that of core/format.
 #include "cuda/device.h"
 #include "cuda/pack.h"
+#include "cuda/step.h"
 #include "cuda/write_head.cuh"
 
 namespace kivi::cuda {
@@ -25,16 +26,11 @@ __global__ void __launch_bounds__(kWriteThreads) write_kernel(const __grid_const
         if (threadIdx.x == 0) args.layer.full[row.sequence] = 1;
         return;
     }
-    // The last block that has seen the state before moves it on, while all are still at work: nobody else reads it
-    // in this launch.
+    // Nobody reads the state after this in the launch.
     if (STAGE != Stage::pack) {
         __syncthreads();
         if (threadIdx.x == kWriteThreads - 1) {
-            uint32_t* const arrivals = args.layer.arrivals + row.sequence;
-            if (atomicAdd(arrivals, 1) + 1 == gridDim.x * gridDim.y) {
-                *arrivals = 0;
-                args.layer.spans[row.sequence] = step.after;
-            }
+            move_on(args.layer, row.sequence, step.after, gridDim.x * gridDim.y);
         }
     }
     const int heads = args.layer.key.heads;
@@ -54,7 +50,7 @@ __global__ void __launch_bounds__(kWriteThreads) write_kernel(const __grid_const
 }
 
 // From so many new tokens a row on, packing is spread over units.
-constexpr int kPromptTokens = 17;
+constexpr int kPromptTokens = kStepTokens + 1;
 
 template <int STRIPES>
 void prepare_stripes() {
@@ -96,6 +92,7 @@ void write(const WriteArgs& args, int32_t multiprocessors, Stream stream) {
     if (args.mode == WriteMode::append && args.batch.max_count >= kPromptTokens && pack_takes(args)) {
         return pack(args, multiprocessors, stream);
     }
+    if (step_takes(args)) return step(args, stream);
     switch (stripes(max(args.layer.key.dim, args.layer.value.dim))) {
         case 1: return write_stripes<1>(args, stream);
         case 2: return write_stripes<2>(args, stream);

@@ -8,37 +8,14 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "cuda/batch.cuh"
 #include "cuda/warp_row.cuh"
+#include "cuda/write_plan.cuh"
 
 namespace kivi::cuda {
 
 constexpr int kWriteThreads = 128;
 constexpr int kWriteWarps = kWriteThreads / kWarp;
 constexpr int kChannelsAThread = 4;  // head dims up to 512
-
-// What happens to one sequence.
-struct Step {
-    Span before, after;
-    bool possible = false;
-};
-
-__device__ inline Step plan(const WriteArgs& args, const RowArg& row) {
-    const Layer& layer = args.layer;
-    const Windows& windows = layer.key.windows;
-    Step step;
-    step.before = layer.spans[row.sequence];
-    if (args.mode == WriteMode::append) {
-        const int64_t length = step.before.length + row.count;
-        step.after = after_append(windows, step.before, length);
-        step.possible = length <= layer.max_tokens;
-    } else {
-        step.after = after_flush(windows, step.before);
-        step.possible = true;
-    }
-    step.possible = step.possible && blocks_of(windows, step.after) <= layer.bound[row.sequence];
-    return step;
-}
 
 static __device__ __noinline__ int encode_exactly(float y, float scale, float min, int bits) {
     return encode(y, GroupParams{scale, min}, bits);
