@@ -37,14 +37,15 @@ template <int BITS, int DIM, int GROUPS>
 __device__ __forceinline__ void pack_value_row(const WarpRow<stripes(DIM)>& row, int token, uint8_t* part) {
     static_assert(BITS == 2 || BITS == 4);
     constexpr int kGroup = DIM / GROUPS;
-    constexpr kivi_spec kSpec = value_spec<BITS, kGroup>();
-    constexpr FragmentSizes kSizes(kSpec, DIM);
+    constexpr FragmentSizes kSizes(value_spec<BITS, kGroup>(), DIM);
+    kivi_spec spec = value_spec<BITS, kGroup>();
+    spec.range = KIVI_RANGE_MINMAX, spec.param_dtype = KIVI_F16;
     uint8_t* const block = part + kSizes.codes(false, token / kBlockTokens);
     const int in_block = token % kBlockTokens, unit = in_block / 2 % 2;
     row.for_each(stripes(DIM) * kStripe, [&](int j, int channel) {  // all lanes: they exchange
         const RowExtremes<kGroup / kLaneChannels> extremes(row.x[j]);
         const GroupParams params =
-            extremes.damaged ? damaged_params() : params_of_extremes(kSpec, extremes.low, extremes.high);
+            extremes.damaged ? damaged_params() : params_of_extremes(spec, extremes.low, extremes.high);
         uint32_t codes[2] = {0, 0};  // of words 0 and 1
 #pragma unroll
         for (int i = 0; i < kLaneChannels; ++i) {

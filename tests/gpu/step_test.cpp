@@ -161,6 +161,10 @@ const char* const kPresets[] = {"k3v2", "kivi2-sink", "k4v2", "kivi4", "kivi2-pa
 
 TEST_CASE("every instance, sequences of different lengths, counts from 0 to 16") { check_instances(kInstances, KIVI_F16); }
 TEST_CASE("the same of bf16") { check_instances(kInstances, KIVI_BF16); }
+TEST_CASE("the published schedule") {
+    check_instances(kPublishedInstances, KIVI_F16);
+    check_instances(kPublishedInstances, KIVI_BF16);
+}
 TEST_CASE("pages of 16 bits") {
     check_instances(kPlainInstances, KIVI_F16);
     check_instances(kPlainInstances, KIVI_BF16);
