@@ -85,7 +85,7 @@ suite_cuda() {
     build_library cuda "libkivi.so with CUDA for sm_90" $max_cuda_build_seconds $max_cuda_library_kib
     python3 "$root/script/spills.py" "$build/cuda/library.txt"
     pass
-    cmake --build "$build/cuda" -j "$jobs" --target gpu gpu_error hot_path devices no_code decode prefill pack path nogpu_load \
+    cmake --build "$build/cuda" -j "$jobs" --target gpu gpu_error hot_path devices no_code decode prefill pack path step nogpu_load \
         abi_header_c abi_header_cpp abi_layout_lock abi_old_client decode_loop_c
     ctest_in cuda -R '^(gpu|gpu_error|hot_path|devices|no_code|decode|prefill|pack|path|nogpu_.*|abi_.*|decode_loop_c)$'
 }
