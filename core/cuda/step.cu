@@ -1,5 +1,6 @@
 // Decode steps: a few new tokens a row on layers with pages in the fragment order or of 16 bits. One launch, let in while
-// the kernel before it ends; it needs little more than the time that its loads take.
+// the kernel before it ends; it needs little more than the time that its loads take. It does not let the next one in before
+// its own end: blocks of an attend that find these in their place begin after all others, and all others wait for them.
 //
 //   every step           a warp has a head's keys or values: their new rows to the windows
 //   when borders move    warps have 32 tokens each: from the ring to their pages, as pack.cu packs them
@@ -224,7 +225,6 @@ __global__ void __launch_bounds__(C::kThreads, 1) step_kernel(const __grid_const
     const int warp = threadIdx.x / kWarp, first_head = blockIdx.x * C::kHeads;
     const int heads = min(C::kHeads, args.layer.key.heads - first_head);
     const bool busy = warp / 2 < heads, on_device = args.batch.on_device;
-    let_next_kernel_start();
     touch_parameters(args, warp, C::kWarps);
     RowArg row{};
     HeadRows<C> rows{args, 2 * first_head + warp};
