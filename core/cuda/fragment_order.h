@@ -158,14 +158,17 @@ template <class PageOrder>
 struct FragmentOrderOf {
     // Whole blocks of 32 tokens; or, of values, some of one block.
     KIVI_HOST_DEVICE static int pieces(const PageOrder& order, int tokens) {
-        return FragmentSizes(order.spec, order.dim).code_bytes / 4 * ((tokens + kBlockTokens - 1) / kBlockTokens);
+        const int bytes = FragmentSizes(order.spec, order.dim).code_bytes;
+        return tokens % kBlockTokens != 0 ? bytes / kBlockTokens * tokens : bytes / 4 * (tokens / kBlockTokens);
     }
 
     // One word: of vectors of four, register i % 4 of lane i / 4 % 32 of all operands of vector i / 128.
     template <int BITS, class Code>
     KIVI_HOST_DEVICE static void write(const PageOrder& order, uint8_t* part, int first, int count, int i,
                                        const Code& code) {
-        if (count % kBlockTokens != 0) return write_some<BITS>(order, part, first, count, i, code);
+        if constexpr (BITS == 2 || BITS == 4) {
+            if (count % kBlockTokens != 0) return write_some<BITS>(order, part, first, i, code);
+        }
         const bool keys = is_keys(order);
         const FragmentSizes sizes(order.spec, order.dim);
         const int words = sizes.code_bytes / 4, block = i / words, in_block = i % words;
@@ -269,35 +272,22 @@ struct FragmentOrderOf {
   private:
     KIVI_HOST_DEVICE static bool is_keys(const PageOrder& order) { return order.spec.axis == KIVI_AXIS_CHANNEL; }
 
-    // The same where the block has other tokens, before `first`, whose bits stay. What comes after them is written again
-    // with its codes; the first tokens of a block make its words.
+    // The same of some values of a block, by bytes: those of 2 and of 4 bits are one token's.
     template <int BITS, class Code>
-    KIVI_HOST_DEVICE static void write_some(const PageOrder& order, uint8_t* part, int first, int count, int i,
-                                            const Code& code) {
-        const FragmentSizes sizes(order.spec, order.dim);
-        const WordPlace place(BITS, order.dim, i);
-        const int vector = place.vector, skip = first % kBlockTokens;
-        uint32_t word = 0, mask = 0;
-        const auto set = [&](int number, int half, int from, uint32_t bits, int to) {
-            const Fragment at = place.fragment(number, half);
-            const int token = token_at(false, at) - skip;
-            if (token < 0 || token >= count) return;
-            word |= (static_cast<uint32_t>(code(token, channel_at(false, at))) >> from & bits) << (to + 16 * half);
-            mask |= bits << (to + 16 * half);
-        };
-        for (int half = 0; half < 2; ++half) {
-            for (int field = 0; field < fields_of(BITS); ++field) {
-                set(operand_of(BITS, vector, field), half, 0, (1u << BITS) - 1, field_bit(BITS, field));
-            }
-            if (BITS == 3) set(vector / 3 * 16 + 15, half, vector % 3, 1, kSpareBit);
+    KIVI_HOST_DEVICE static void write_some(const PageOrder& order, uint8_t* part, int first, int i, const Code& code) {
+        constexpr int kCodes = 8 / BITS;
+        const int bytes = order.dim / kCodes, chunks = bytes / 16, in_token = i % bytes;
+        const int token = i / bytes, chunk = in_token % chunks, odd = in_token / chunks % 2, row = in_token / chunks / 2;
+        Fragment at = fragment_at(false, (first + token) % kBlockTokens, 4 * row + odd);
+        const int number = at.unit * (order.dim / 16) + kCodes * chunk;
+        uint32_t byte = 0;
+        for (int k = 0; k < kCodes; ++k) {
+            at.step = kCodes * chunk + k;
+            byte |= static_cast<uint32_t>(code(token, channel_at(false, at))) << (BITS * k);
         }
-        uint32_t* const to =
-            reinterpret_cast<uint32_t*>(part + sizes.codes(false, first / kBlockTokens)) + i;
-        if (skip == 0) {
-            *to = word;
-        } else if (mask != 0) {
-            *to = (*to & ~mask) | word;
-        }
+        part[FragmentSizes(order.spec, order.dim).codes(false, first / kBlockTokens) +
+             vector_of(BITS, number) * kVectorBytes + at.lane * 16 + at.word * 4 + at.half * 2 +
+             field_of(BITS, number) / kCodes] = static_cast<uint8_t>(byte);
     }
 };
 
