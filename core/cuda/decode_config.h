@@ -70,7 +70,12 @@ struct Config {
                              : block / kGroupBlocks * kGroupBytes + kKeyParams + block % kGroupBlocks * kKeyCodes;
     }
     static constexpr int kKeyStride = VISIT_BLOCKS > 1 ? key_codes(1) - key_codes(0) : 0;
-    static_assert(VISIT_BLOCKS <= 2 || KEY_GROUP == 32, "blocks of a visit equally far apart");
+    // Longer groups, of which a visit has several: a step each.
+    static constexpr bool kStepGroups = VISIT_BLOCKS > 2 && KEY_GROUP > kBlockTokens;
+    static_assert(!kStepGroups || STEP_BLOCKS == kGroupBlocks, "blocks of a step equally far apart");
+    __host__ __device__ static constexpr int step_codes(int block) {
+        return kKeyParams + (kStepGroups ? block / kGroupBlocks * kGroupBytes : kKeyStride * block);
+    }
     static_assert(!PUBLISHED || kKeyParams + kKeyCodes <= kWindowHalf, "in place of keys of 16 bits");
 
     static constexpr int kSlotBytes =

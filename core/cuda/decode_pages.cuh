@@ -91,7 +91,7 @@ __device__ __forceinline__ void key_products(const uint8_t* slot, int first, int
                                              const ScaledQueries<C> (&scaled)[SCALED],
                                              float (&c)[2 * BLOCKS][C::kTiles][4]) {
     constexpr int kVectors = kCodeVectors<C::kKeyBits, C::kDim>;
-    const uint8_t* const codes = slot + C::key_codes(0) + C::kKeyStride * first;
+    const uint8_t* const codes = slot + C::step_codes(first);
     CodeVector<C::kKeyBits, C::kDim> w[BLOCKS][kVectors], x[BLOCKS][kVectors];
 #pragma unroll
     for (int u = 0; u < 2 * BLOCKS; ++u) {
@@ -201,8 +201,9 @@ __device__ __noinline__ void clear_unused_parameters(uint8_t* slot, int valid, i
 // What the key parameters and the queries give together, for one visit, or for all visits to a key group.
 template <class C>
 struct KeyContext {
-    static constexpr bool kPerStep = C::kKeyGroup == kBlockTokens;  // then scaled queries are made in the step
-    float term[C::kThreadRows];                                     // see key_min_terms
+    static constexpr bool kPerStep = C::kKeyGroup == kBlockTokens || C::kStepGroups;  // scaled queries are made in the step
+    static constexpr int kStepGroups = C::kStepGroups ? 1 : C::kStepBlocks;           // for so many groups
+    float term[C::kThreadRows];                                                       // see key_min_terms
     ScaledQueries<C> scaled[1];
 };
 
@@ -242,10 +243,10 @@ __device__ __forceinline__ void visit_page(HeadState<C>& s, KeyContext<C>& key, 
                 }
             }
             if constexpr (KeyContext<C>::kPerStep) {
-                ScaledQueries<C> scaled[C::kStepBlocks];
+                ScaledQueries<C> scaled[KeyContext<C>::kStepGroups];
 #pragma unroll
-                for (int b = 0; b < C::kStepBlocks; ++b) {
-                    scale_queries<C>(shared, slot, first + b, warp, lane, scaled[b]);
+                for (int g = 0; g < KeyContext<C>::kStepGroups; ++g) {
+                    scale_queries<C>(shared, slot, first / C::kGroupBlocks + g, warp, lane, scaled[g]);
                 }
                 key_products<C, C::kStepBlocks>(slot, first, lane, scaled, c);
             } else {
