@@ -8,10 +8,7 @@
 namespace kivi::cuda {
 namespace {
 
-// The kernel for many rows takes keys and values of a position in one form.
-bool prefills(const Layer& layer) {
-    return layer.key.order.order == Order::fragment && layer.key.windows.schedule == KIVI_SCHEDULE_ROLLING;
-}
+bool prefills(const Layer& layer) { return layer.key.order.order == Order::fragment; }
 
 void launch(const AttendArgs& args, bool decodes, const Gpu& gpu, Stream stream) {
     if (decodes && decode_takes(args)) {

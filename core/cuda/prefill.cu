@@ -16,28 +16,34 @@ constexpr int64_t kMaxTokens = int64_t{1} << 30;  // positions are 32-bit
 constexpr int64_t kLeastPieces = 4;               // of a part
 
 // Instances: bf16, dim, warps beside each other in rows, row tiles of a warp, warps beside each other in tokens,
-// blocks on a multiprocessor, stages.
-template <bool BF16, int DIM>
-using Many = std::conditional_t<(DIM > 128), prompt::Config<BF16, DIM, 8, 1, 1, 1, 1>,
-                                prompt::Config<BF16, DIM, 4, 2, 1, 2, 1>>;
-template <bool BF16, int DIM>
-using Few = std::conditional_t<(DIM > 128), prompt::Config<BF16, DIM, 4, 1, 2, 1, 1>,
-                               prompt::Config<BF16, DIM, 2, 1, 2, 3, 1>>;
+// blocks on a multiprocessor, stages; published schedule.
+// Two row tiles of 128 channels leave no registers for a middle.
+template <bool BF16, int DIM, bool PUBLISHED>
+using Many = std::conditional_t<(DIM > 128 || (DIM == 128 && PUBLISHED)), prompt::Config<BF16, DIM, 8, 1, 1, 1, 1, PUBLISHED>,
+                                prompt::Config<BF16, DIM, 4, 2, 1, 2, 1, PUBLISHED>>;
+template <bool BF16, int DIM, bool PUBLISHED>
+using Few = std::conditional_t<(DIM > 128), prompt::Config<BF16, DIM, 4, 1, 2, 1, 1, PUBLISHED>,
+                               prompt::Config<BF16, DIM, 2, 1, 2, 3, 1, PUBLISHED>>;
 
-template <bool BF16, int DIM, class Visit>
+template <bool BF16, int DIM, bool PUBLISHED, class Visit>
 void with_rows(bool few, const Visit& visit) {
-    few ? visit(Few<BF16, DIM>{}) : visit(Many<BF16, DIM>{});
+    few ? visit(Few<BF16, DIM, PUBLISHED>{}) : visit(Many<BF16, DIM, PUBLISHED>{});
+}
+template <bool BF16, int DIM, class Visit>
+void with_schedule(const TensorStore& key, bool few, const Visit& visit) {
+    key.windows.schedule == KIVI_SCHEDULE_PUBLISHED ? with_rows<BF16, DIM, true>(few, visit)
+                                                    : with_rows<BF16, DIM, false>(few, visit);
 }
 template <bool BF16, class Visit>
-void with_dim(int dim, bool few, const Visit& visit) {
-    if (dim == 64) with_rows<BF16, 64>(few, visit);
-    if (dim == 128) with_rows<BF16, 128>(few, visit);
-    if (dim == 256) with_rows<BF16, 256>(few, visit);
+void with_dim(const TensorStore& key, bool few, const Visit& visit) {
+    if (key.dim == 64) with_schedule<BF16, 64>(key, few, visit);
+    if (key.dim == 128) with_schedule<BF16, 128>(key, few, visit);
+    if (key.dim == 256) with_schedule<BF16, 256>(key, few, visit);
 }
 // visit(Config) for the layer's instance, if there is one.
 template <class Visit>
 void with_config(const TensorStore& key, bool few, const Visit& visit) {
-    key.window_dtype == KIVI_BF16 ? with_dim<true>(key.dim, few, visit) : with_dim<false>(key.dim, few, visit);
+    key.window_dtype == KIVI_BF16 ? with_dim<true>(key, few, visit) : with_dim<false>(key, few, visit);
 }
 
 bool few_rows(const Layer& layer, int32_t max_count) { return max_count <= prefill_few_count(layer); }

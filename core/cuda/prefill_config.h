@@ -22,8 +22,10 @@ constexpr int down_of(bool bf16) { return bf16 ? 4 : 2; }
 
 // A block serves ROW_WARPS * ROW_TILES * 16 query rows (query tokens x query heads of one KV head). A warp has
 // 16 * ROW_TILES of them and one of TOKEN_WARPS parts of the tokens, with a softmax of its own.
-template <bool BF16, int DIM, int ROW_WARPS, int ROW_TILES, int TOKEN_WARPS, int BLOCKS, int STAGES>
+template <bool BF16, int DIM, int ROW_WARPS, int ROW_TILES, int TOKEN_WARPS, int BLOCKS, int STAGES,
+          bool PUBLISHED = false>
 struct Config {
+    static constexpr bool kPublished = PUBLISHED;  // schedule: there are pieces of the middle
     static constexpr bool kBf16 = BF16;  // q, windows, and keys and values of the call
     static constexpr int kDim = DIM, kSteps = DIM / 16, kPairs = kSteps / 2;
     static constexpr int kRowWarps = ROW_WARPS, kRowTiles = ROW_TILES, kTokenWarps = TOKEN_WARPS;
@@ -79,7 +81,9 @@ struct Args {
     float* page_workspace;
 };
 
-enum class Kind { sink, page, tail, fresh };
+// Under the published schedule keys are packed further than values: those of the middle are in a page, and its values in the
+// tail.
+enum class Kind { sink, page, tail, fresh, middle };
 
 // Consecutive positions that are stored alike, at most kTokens.
 struct Piece {
@@ -87,28 +91,55 @@ struct Piece {
     int position, count;
 };
 
+template <class C>
+__device__ __forceinline__ bool packed_keys(const Piece& piece) {
+    return piece.kind == Kind::page || (C::kPublished && piece.kind == Kind::middle);
+}
+
 // Tokens of a sequence that prefill_pages.cuh has multiplied with a tile's rows before: from the beginning of the pages,
 // and of the keys and values of the call; whole pieces.
 struct Done {
     int packed, fresh;
 };
 
+// Tokens of the middle; other schedules have none.
+template <bool PUBLISHED>
+struct Middle {
+    int middle;
+};
+template <>
+struct Middle<false> {
+    static constexpr int middle = 0;
+};
+
 // A sequence as pieces, in the order of positions: sink window, pages, tail, keys and values of the call; without what
 // has been done.
 template <class C>
-struct Walk {
+struct Walk : Middle<C::kPublished> {
+    using Middle<C::kPublished>::middle;
     Done done;
     int sink, packed, tail, fresh;  // tokens
 
     __device__ Walk(const AttendArgs& args, const RowArg& row, const Span& span, Done done) : done(done) {
         const int length = static_cast<int>(span.length), s = static_cast<int>(args.layer.key.windows.sink);
         sink = min(length, s);
-        packed = max(static_cast<int>(span.key_border) - s, 0) - done.packed;
-        tail = length - sink - done.packed - packed;
+        if constexpr (C::kPublished) {
+            packed = static_cast<int>(span.value_border) - done.packed;
+            middle = static_cast<int>(span.key_border) - done.packed - packed;
+        } else {
+            packed = max(static_cast<int>(span.key_border) - s, 0) - done.packed;
+        }
+        tail = length - sink - done.packed - packed - middle;
         fresh = args.k ? row.count - done.fresh : 0;
     }
-    __device__ int length() const { return sink + done.packed + packed + tail; }
+    __device__ int length() const { return sink + done.packed + packed + middle + tail; }
     __device__ static int pieces(int tokens) { return (tokens + C::kTokens - 1) / C::kTokens; }
+    // A middle begins where a piece of the page does: with tokens of the last piece before it.
+    __device__ int hidden() const { return packed % C::kTokens; }
+    __device__ int hidden(const Piece& piece) const {
+        return piece.kind == Kind::middle ? max(sink + done.packed + packed - piece.position, 0) : 0;
+    }
+    __device__ int middle_pieces() const { return C::kPublished && middle > 0 ? pieces(hidden() + middle) : 0; }
 
     // The piece that holds a position, or the last before it.
     __device__ int number_of(int position) const {
@@ -117,18 +148,26 @@ struct Walk {
         if (position < 0) return pieces(sink) - 1;
         if (position < packed) return pieces(sink) + position / C::kTokens;
         position -= packed;
-        if (position < tail) return pieces(sink) + pieces(packed) + position / C::kTokens;
+        if constexpr (C::kPublished) {
+            if (position < middle) return pieces(sink) + pieces(packed) + (hidden() + position) / C::kTokens;
+            position -= middle;
+        }
+        if (position < tail) return pieces(sink) + pieces(packed) + middle_pieces() + position / C::kTokens;
         position -= tail + done.fresh;
         return position < 0 ? fresh_begin() - 1 : fresh_begin() + position / C::kTokens;
     }
     // The first piece of keys and values of the call.
-    __device__ int fresh_begin() const { return pieces(sink) + pieces(packed) + pieces(tail); }
+    __device__ int fresh_begin() const { return pieces(sink) + pieces(packed) + middle_pieces() + pieces(tail); }
     __device__ Piece operator[](int number) const {
         int first = 0;
         if (number < pieces(sink)) return piece(Kind::sink, first, number, sink);
         number -= pieces(sink), first += sink + done.packed;
         if (number < pieces(packed)) return piece(Kind::page, first, number, packed);
         number -= pieces(packed), first += packed;
+        if constexpr (C::kPublished) {
+            if (number < middle_pieces()) return piece(Kind::middle, first - hidden(), number, hidden() + middle);
+            number -= middle_pieces(), first += middle;
+        }
         if (number < pieces(tail)) return piece(Kind::tail, first, number, tail);
         number -= pieces(tail), first += tail + done.fresh;
         return piece(Kind::fresh, first, number, fresh);
@@ -203,6 +242,18 @@ struct SharedStorage {
     int begin, end, fresh_begin, stored_begin, stored_end;
     int next_block;    // of the next piece to be fetched, if that is of a page; the first thread's
 };
+
+// Tokens of the piece that a row sees, and whether all rows see all of it.
+template <class C>
+__device__ __forceinline__ Visible::Range seen_by(const SharedStorage<C>& shared, const Piece& piece, int row) {
+    Visible::Range range = shared.visible.of(piece, row);
+    if constexpr (C::kPublished) range.begin = max(range.begin, shared.walk.hidden(piece));
+    return range;
+}
+template <class C>
+__device__ __forceinline__ bool seen_by_all(const SharedStorage<C>& shared, const Piece& piece) {
+    return !(C::kPublished && piece.kind == Kind::middle) && shared.visible.whole(piece, C::kTokens);
+}
 
 // What warps leave at the end, in place of stage and operands.
 template <class C>

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) prefill_kernel(const 
         if (threadIdx.x != 0) return;
         const Piece piece = shared.walk[number];
         const int page = (piece.position - static_cast<int>(layer.key.windows.sink)) / kPageTokens;
-        if (piece.kind != Kind::page) return;
+        if (!packed_keys<C>(piece)) return;
         fast::copy4(fast::shared_address(&shared.next_block),
                     &layer.table[shared.row.sequence * layer.table_stride + page]);
     };
@@ -114,13 +114,17 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) prefill_kernel(const 
         __syncthreads();
         fetch_piece(number + C::kStages, stage);
         find_block(number + C::kStages + 1);
-        const bool partly = !shared.visible.whole(piece, C::kTokens);
+        const bool partly = !seen_by_all(shared, piece);
         if (!C::kBf16 || piece.kind == Kind::page) {
             if (rarely(partly)) set_nonfinite_apart<C, false>(state, shared, piece);
-            multiply<C, false>(state, shared, piece, args);
+            multiply<C, false, false>(state, shared, piece, args);
         } else {
             if (rarely(partly)) set_nonfinite_apart<C, C::kBf16>(state, shared, piece);
-            multiply<C, C::kBf16>(state, shared, piece, args);
+            if (C::kPublished && piece.kind == Kind::middle) {
+                if constexpr (C::kPublished) multiply<C, false, C::kBf16>(state, shared, piece, args);
+            } else {
+                multiply<C, C::kBf16, C::kBf16>(state, shared, piece, args);
+            }
         }
         fast::wait_for_copies();
         __syncthreads();

@@ -38,7 +38,7 @@ __device__ __forceinline__ void set_nonfinite_apart(State<C>& s, SharedStorage<C
         for (int r = 0; r < C::kRowTiles; ++r) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const Visible::Range range = shared.visible.of(piece, first_row + 16 * r + 8 * h);
+                const Visible::Range range = seen_by(shared, piece, first_row + 16 * r + 8 * h);
 #pragma unroll
                 for (int n = 0; n < 2; ++n) {
                     const int token = token_of_column(unit, n, lane % 4);

@@ -138,15 +138,15 @@ __device__ __forceinline__ int token_of_column(int unit, int half, int column) {
     return unit / 2 * kBlockTokens + 8 * column + 4 * half + 2 * (unit % 2);
 }
 
-// BF16: the operands are bf16.
-template <class C, bool BF16>
+// BF16: the operands of keys, and of values, are bf16.
+template <class C, bool BF16_KEYS, bool BF16_VALUES>
 __device__ __forceinline__ void multiply(State<C>& s, SharedStorage<C>& shared, const Piece& piece,
                                          const AttendArgs& args) {
     constexpr int kTiles = 2 * C::kUnits;
     const int lane = fresh_lane(), warp = fresh_warp();
     const int row_warp = warp % C::kRowWarps, first_unit = warp / C::kRowWarps * C::kUnits;
     const int row = lane >> 2, column = lane & 3;
-    const bool packed = piece.kind == Kind::page;
+    const bool keys_packed = packed_keys<C>(piece), packed = piece.kind == Kind::page;
 
     // Products with the codes, and with the key mins. The latter have a column for each block, even columns the first,
     // odd ones the second; a warp with tokens of one block only has it in all of them.
@@ -175,7 +175,7 @@ __device__ __forceinline__ void multiply(State<C>& s, SharedStorage<C>& shared, 
                 const uint4 b = load16(shared.keys[first_unit + u][2 * i + k][lane]);
 #pragma unroll
                 for (int r = 0; r < C::kRowTiles; ++r) {
-                    if constexpr (BF16) {
+                    if constexpr (BF16_KEYS) {
                         const Split split(q[r]);
                         mma<true>(score[r][2 * u], split.low, b.x, b.y);
                         mma<true>(score[r][2 * u + 1], split.low, b.z, b.w);
@@ -192,7 +192,7 @@ __device__ __forceinline__ void multiply(State<C>& s, SharedStorage<C>& shared, 
 
     // Scores in exponents of 2, relative to the references. Values of windows are not times 2^-kDown: their p are.
     const float shift = packed ? 0.0f : static_cast<float>(C::kDown);
-    if (rarely(!packed)) {
+    if (rarely(!keys_packed)) {
         // A non-finite key must not hide behind exp(-inf) or the soft cap: [ATTEND-4].
 #pragma unroll
         for (int r = 0; r < C::kRowTiles; ++r) {
@@ -208,7 +208,7 @@ __device__ __forceinline__ void multiply(State<C>& s, SharedStorage<C>& shared, 
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const float plain = args.scale * kLog2E * shared.unit[row_warp * C::kWarpRows + 16 * r + 8 * h + row];
-            const float f = packed ? plain * (1 << C::kDown) : plain;
+            const float f = keys_packed ? plain * (1 << C::kDown) : plain;
             const float reference = shared.softmax[threadIdx.x][r][h].reference + shift;
             if (rarely(args.soft_cap > 0.0f)) {
                 // cap * tanh(x / cap) = cap - 2 cap / (1 + e^(2 x / cap))
@@ -233,12 +233,12 @@ __device__ __forceinline__ void multiply(State<C>& s, SharedStorage<C>& shared, 
             }
         }
     }
-    if (rarely(!shared.visible.whole(piece, C::kTokens))) {
+    if (rarely(!seen_by_all(shared, piece))) {
 #pragma unroll
         for (int r = 0; r < C::kRowTiles; ++r) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const Visible::Range range = shared.visible.of(piece, row_warp * C::kWarpRows + 16 * r + 8 * h + row);
+                const Visible::Range range = seen_by(shared, piece, row_warp * C::kWarpRows + 16 * r + 8 * h + row);
 #pragma unroll
                 for (int n = 0; n < kTiles; ++n) {
                     const int token = token_of_column(first_unit + n / 2, n % 2, column);
@@ -263,8 +263,8 @@ __device__ __forceinline__ void multiply(State<C>& s, SharedStorage<C>& shared, 
 #pragma unroll
             for (int n = 0; n < kTiles; ++n) {
                 float2 both = make_float2(fast::exp2_fast(score[r][n][2 * h]), fast::exp2_fast(score[r][n][2 * h + 1]));
-                p[r][n][h] = fast::to_pair<BF16>(both.x, both.y);
-                if constexpr (BF16) both = fast::from_pair<true>(p[r][n][h]);
+                p[r][n][h] = fast::to_pair<BF16_VALUES>(both.x, both.y);
+                if constexpr (BF16_VALUES) both = fast::from_pair<true>(p[r][n][h]);
                 sum += both.x + both.y;
             }
             float& whole = shared.softmax[threadIdx.x][r][h].sum;
@@ -279,8 +279,8 @@ __device__ __forceinline__ void multiply(State<C>& s, SharedStorage<C>& shared, 
 #pragma unroll
             for (int r = 0; r < C::kRowTiles; ++r) {
                 const uint4 a = make_uint4(p[r][2 * u][0], p[r][2 * u][1], p[r][2 * u + 1][0], p[r][2 * u + 1][1]);
-                mma<BF16>(s.out[r][2 * j], a, b.x, b.y);
-                mma<BF16>(s.out[r][2 * j + 1], a, b.z, b.w);
+                mma<BF16_VALUES>(s.out[r][2 * j], a, b.x, b.y);
+                mma<BF16_VALUES>(s.out[r][2 * j + 1], a, b.z, b.w);
             }
         }
     }

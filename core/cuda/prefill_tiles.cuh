@@ -46,6 +46,22 @@ __device__ __forceinline__ void fetch_fresh(const Args& p, SharedStorage<C>& sha
     }
 }
 
+// How many of `count` rows of the ring from a position on follow one another in memory: it goes on at its beginning.
+__device__ __forceinline__ int straight_rows(const TensorStore& store, int position, int count) {
+    const int64_t slot = (position - store.windows.sink) % store.tail_rows;
+    return static_cast<int>(min(int64_t{count}, store.tail_rows - slot));
+}
+// By one thread: rows of a window from a position on.
+template <class C>
+__device__ __forceinline__ void fetch_rows(uint32_t to, const TensorStore& store, int sequence, int head, int position,
+                                           int count, int straight, uint32_t bar) {
+    const uint32_t bytes = straight * C::kRowBytes, all = count * C::kRowBytes;
+    fast::bulk_copy(to, store.window_row(sequence, head, position), bytes, bar);
+    if (bytes < all) {
+        fast::bulk_copy(to + bytes, store.window_row(sequence, head, position + straight), all - bytes, bar);
+    }
+}
+
 // By one whole warp: all other pieces. `block` is the page's, of a packed one.
 template <class C>
 __device__ __forceinline__ void fetch(const Args& p, SharedStorage<C>& shared, int stage, int head,
@@ -57,25 +73,14 @@ __device__ __forceinline__ void fetch(const Args& p, SharedStorage<C>& shared, i
                             fast::shared_address(shared.stage[stage][1])};
     const TensorStore& key = p.attend.layer.key;
     const TensorStore& value = p.attend.layer.value;
-    const uint32_t row_bytes = piece.count * C::kRowBytes;
     if (lane != 0) return;
-    if (rarely(piece.kind != Kind::page)) {
-        // The ring may go on at its beginning.
-        int straight = piece.count;
-        if (piece.kind == Kind::tail) {
-            const int64_t slot = (piece.position - key.windows.sink) % key.tail_rows;
-            straight = static_cast<int>(min(int64_t{straight}, key.tail_rows - slot));
-        }
-        const uint32_t bytes = straight * C::kRowBytes;
-        fast::barrier_expect(bar, 2 * row_bytes);
+    if (rarely(!packed_keys<C>(piece))) {
+        const int straight = piece.kind == Kind::tail ? straight_rows(key, piece.position, piece.count) : piece.count;
+        fast::barrier_expect(bar, 2 * piece.count * C::kRowBytes);
         for (int part = 0; part < 2; ++part) {
             const TensorStore& store = part == 0 ? key : value;
-            fast::bulk_copy(to[part], store.window_row(row.sequence, head, piece.position), bytes, bar);
-            if (bytes < row_bytes) {
-                fast::bulk_copy(to[part] + bytes,
-                                store.window_row(row.sequence, head, piece.position + straight), row_bytes - bytes,
-                                bar);
-            }
+            fetch_rows<C>(to[part], store, row.sequence, head, piece.position, piece.count,
+                          C::kPublished ? straight_rows(store, piece.position, piece.count) : straight, bar);
         }
         return;
     }
@@ -83,10 +88,18 @@ __device__ __forceinline__ void fetch(const Args& p, SharedStorage<C>& shared, i
     const int half = static_cast<int>(piece.position - key.windows.sink) / C::kTokens % 2;
     const uint8_t* const keys = key.page(block, head);
     const uint8_t* const values = value.page(block, head);
-    fast::barrier_expect(bar, p.packed.keys_bytes + p.packed.codes_bytes + p.packed.values_bytes);
+    const bool value_rows = C::kPublished && piece.kind == Kind::middle;
+    const int first = value_rows ? shared.walk.hidden(piece) : 0, rows = piece.count - first;
+    fast::barrier_expect(bar, p.packed.keys_bytes + p.packed.codes_bytes +
+                                  (value_rows ? rows * C::kRowBytes : p.packed.values_bytes));
     fast::bulk_copy(to[0], keys + p.packed.keys_from[half], p.packed.keys_bytes, bar);
     if (p.packed.codes_bytes > 0) {
         fast::bulk_copy(to[0] + p.packed.keys_bytes, keys + p.packed.codes_from[half], p.packed.codes_bytes, bar);
+    }
+    if (value_rows) {
+        fetch_rows<C>(to[1] + first * C::kRowBytes, value, row.sequence, head, piece.position + first, rows,
+                      straight_rows(value, piece.position + first, rows), bar);
+        return;
     }
     fast::bulk_copy(to[1], values + p.packed.values_from[half], p.packed.values_bytes, bar);
 }
@@ -271,9 +284,9 @@ __device__ __forceinline__ void take_keys(SharedStorage<C>& shared, const uint8_
         store_operand(shared.keys[unit][2 * i + 1][lane], make_uint4(a.y, b.y, a.w, b.w));
     }
 }
-// Tokens from `count` on become zeros: their weight is 0, but 0 times NaN is not.
+// Tokens before `begin` and from `end` on become zeros: their weight is 0, but 0 times NaN is not.
 template <class C>
-__device__ __forceinline__ void take_values(SharedStorage<C>& shared, const uint8_t* stage, int unit, int count,
+__device__ __forceinline__ void take_values(SharedStorage<C>& shared, const uint8_t* stage, int unit, int begin, int end,
                                             int lane) {
     const int row = lane >> 2, column = lane & 3;
     const int token = unit / 2 * kBlockTokens + 8 * column + 2 * (unit % 2);
@@ -281,8 +294,9 @@ __device__ __forceinline__ void take_values(SharedStorage<C>& shared, const uint
 #pragma unroll
     for (int i = 0; i < C::kPairs; ++i) {
         const auto load = [&](int more) {
-            return token + more < count ? *reinterpret_cast<const uint2*>(from + more * C::kRowBytes + i * 64)
-                                        : make_uint2(0, 0);
+            return token + more >= begin && token + more < end
+                       ? *reinterpret_cast<const uint2*>(from + more * C::kRowBytes + i * 64)
+                       : make_uint2(0, 0);
         };
         const uint2 v0 = load(0), v1 = load(1), v2 = load(4), v3 = load(5);
         store_operand(shared.values[unit][2 * i][lane],
@@ -296,13 +310,27 @@ __device__ __forceinline__ void take_values(SharedStorage<C>& shared, const uint
 
 // ---- All ----
 
+// Values fill a block one by one: parameters past the end of what is packed may be anything, NaN included. Makes them zero.
+template <class C>
+__device__ __forceinline__ void clear_unused_parameters(uint8_t* stage, const PackedPiece& packed, int count) {
+    const int all = 2 * packed.value_groups * C::kTokens;
+#pragma unroll 1
+    for (int i = fresh_thread(); i < all; i += C::kThreads) {
+        const int token = i % C::kTokens, b = token / kBlockTokens, param = i / C::kTokens;
+        if (token < count) continue;
+        uint16_t* const params = reinterpret_cast<uint16_t*>(stage + packed.value_codes[b] + packed.value_params);
+        params[param * kBlockTokens + token % kBlockTokens] = 0;
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // copies write there next
+}
+
 // By the whole block: the stage's piece as operands.
 template <class C>
 __device__ __forceinline__ void unpack(const Args& p, SharedStorage<C>& shared, int from, const Piece& piece) {
     const auto& stage = shared.stage[from];
     const int lane = fresh_lane(), warp = fresh_warp();
     constexpr int kMinVectors = kPieceBlocks * C::kDim / 8;
-    const bool packed = piece.kind == Kind::page;
+    const bool packed = packed_keys<C>(piece);
 #pragma unroll 1
     for (int i = fresh_thread(); i < kMinVectors; i += C::kThreads) {
         const int b = i / (C::kDim / 8), at = i % (C::kDim / 8);
@@ -316,14 +344,28 @@ __device__ __forceinline__ void unpack(const Args& p, SharedStorage<C>& shared, 
             if (job < C::kPieceUnits) {
                 take_keys(shared, stage[0], job, lane);
             } else {
-                take_values(shared, stage[1], job - C::kPieceUnits, piece.count, lane);
+                take_values(shared, stage[1], job - C::kPieceUnits, 0, piece.count, lane);
             }
         }
         return;
     }
+    if constexpr (C::kPublished) {
+        if (rarely(piece.kind == Kind::page && piece.count < C::kTokens)) {
+            clear_unused_parameters<C>(shared.stage[from][1], p.packed, piece.count);
+            __syncthreads();
+        }
+    }
     unpack_codes<C, true>(shared, p.packed, stage[0], p.attend.layer.key.spec().bits, 0, warp, lane);
+    if constexpr (C::kPublished) {
+        if (rarely(piece.kind == Kind::middle)) {
+            for (int unit = warp; unit < C::kPieceUnits; unit += C::kWarps) {
+                take_values(shared, stage[1], unit, shared.walk.hidden(piece), piece.count, lane);
+            }
+            return;
+        }
+    }
     unpack_codes<C, false>(shared, p.packed, stage[1], p.attend.layer.value.spec().bits, C::kWarps / 2, warp, lane);
-    if (!rarely(piece.count < C::kTokens)) return;
+    if (C::kPublished || !rarely(piece.count < C::kTokens)) return;
     // Parameters past the sequence's end may be anything, NaN included.
     __syncthreads();
     constexpr int kBlockVectors = 2 * C::kSteps * 32;

@@ -1,5 +1,8 @@
 // What the fast kernels are compiled for (core/cuda/decode_instances.h), as tests ask for it.
 #pragma once
+#include <iterator>
+#include <vector>
+
 #include "kivi/kivi.h"
 
 namespace gpu_test {
@@ -41,6 +44,13 @@ const Instance kPublishedInstances[] = {
     {"2/2 g32 published dim 64", 64, 2, 2, 32, 32, true},
     {"2/2 g32 published dim 256", 256, 2, 2, 32, 32, true},
 };
+
+// All that have codes.
+inline std::vector<Instance> coded_instances() {
+    std::vector<Instance> all(std::begin(kInstances), std::end(kInstances));
+    all.insert(all.end(), std::begin(kPublishedInstances), std::end(kPublishedInstances));
+    return all;
+}
 
 // Windows of a test as the published schedule can have them.
 inline void set_windows(kivi_config& config, const Instance& instance, int sink, int recent, int flush) {

@@ -148,7 +148,7 @@ class Pair {
 namespace {
 
 void check_every_instance(int32_t dtype) {
-    for (const Instance& instance : kInstances) {
+    for (const Instance& instance : coded_instances()) {
         CAPTURE(instance.name);
         const int unit = instance.key_group;
         int turn = 0;
@@ -174,7 +174,7 @@ TEST_CASE("every instance: ragged batches, sinks and tails, ratios, more queries
 TEST_CASE("every instance with bf16 windows and queries") { check_every_instance(KIVI_BF16); }
 
 TEST_CASE("windows, soft caps, learned sinks, scales, and tokens of the call") {
-    for (const Instance& instance : {kInstances[3], kInstances[8]}) {
+    for (const Instance& instance : {kInstances[3], kInstances[8], kPublishedInstances[0]}) {
         CAPTURE(instance.name);
         const int unit = instance.key_group;
         Pair pair(instance, {2, 8, unit, 40, unit, 1200, true, true}, {0, 100, 1000});
@@ -197,7 +197,8 @@ TEST_CASE("double precision") {
 }
 
 TEST_CASE("long contexts, which several blocks share") {
-    for (const Instance& instance : {kInstances[0], kInstances[2], kInstances[3], kInstances[7]}) {
+    for (const Instance& instance :
+         {kInstances[0], kInstances[2], kInstances[3], kInstances[7], kPublishedInstances[0]}) {
         CAPTURE(instance.name);
         Pair pair(instance, {2, 8, instance.key_group, 96, instance.key_group, 20200, false, true}, {20000});
         for (const int count : {3, 5, 16, 128}) pair.compare({count});
@@ -314,7 +315,9 @@ void check_damage(const Damage& d) {
     }
     // In a page a key's group of tokens is damaged, or a value's group of channels.
     int first = d.at, last = d.at, channels_begin = kChannel, channels_end = kChannel + 1;
-    const bool packed = d.at == 500;
+    const int packed_begin = instance.published ? 0 : unit;
+    const int packed_end = !instance.published ? (cached - 96) / unit * unit : d.of_keys ? (cached - 1) / 128 * 128 : cached - 129;
+    const bool packed = d.at >= packed_begin && d.at < packed_end;
     if (d.of_keys && packed) first = d.at / unit * unit, last = first + unit - 1;
     if (!d.of_keys && packed) {
         channels_begin = 0, channels_end = instance.value_group == KIVI_GROUP_HEAD ? dim : instance.value_group;
@@ -361,8 +364,9 @@ void check_damage(const Instance& instance, int32_t dtype, float bad) {
         for (const int count : {1, 2, 4, 40, 150}) {  // one to four: rows of the decode kernel's tile
             for (const bool fresh : {false, true}) {
                 for (const uint64_t flags : {uint64_t{0}, uint64_t{KIVI_ATTEND_INVARIANT}}) {
-                    // In the sink window, a page, the tail, among the queries' own tokens.
-                    for (const int at : {10, 500, 930, kLength - (count + 1) / 2}) {
+                    // In the sink window, or the middle of the published schedule; a page, the tail, among the queries'
+                    // own tokens.
+                    for (const int at : {instance.published ? 880 : 10, 500, 930, kLength - (count + 1) / 2}) {
                         CAPTURE(instance.name);
                         CAPTURE(dtype);
                         CAPTURE(bad);
@@ -389,6 +393,8 @@ TEST_CASE("keys and values that are not finite reach the queries that see them, 
     check_damage(kInstances[3], KIVI_BF16, std::numeric_limits<float>::quiet_NaN());
     check_damage(kInstances[8], KIVI_F16, std::numeric_limits<float>::quiet_NaN());
     check_damage(kInstances[11], KIVI_BF16, kInfinity);
+    check_damage(kPublishedInstances[0], KIVI_F16, kInfinity);
+    check_damage(kPublishedInstances[1], KIVI_BF16, std::numeric_limits<float>::quiet_NaN());
 }
 
 TEST_CASE("sanitized: a few rows, many rows, tokens of the call") {
