@@ -85,6 +85,16 @@ fast::DecodeArgs arguments(const AttendArgs& args, int32_t blocks) {
     p.value_offset = static_cast<int32_t>(layer.value.part_offset);
     p.scale_log2 = args.scale * fast::kLog2E;
     p.window_left = static_cast<int32_t>(std::min<int64_t>(args.window_left, 1 << 30));
+    p.unseen = p.tokens - 1;
+    p.own = static_cast<bool>(args.k);
+    if (p.own) {
+        p.own_keys = args.k.data;
+        p.own_values = args.v.data;
+        p.own_key_strides = strides_of(args.k);
+        p.own_value_strides = strides_of(args.v);
+        p.unseen = 0;
+        if (p.window_left >= 0) p.window_left -= p.tokens;
+    }
     if (args.soft_cap > 0) {  // beyond 2^+-60 it works like one at that border
         const float cap = std::min(std::max(args.soft_cap, 0x1p-60f), 0x1p60f);
         p.cap = cap * fast::kLog2E;
@@ -106,7 +116,8 @@ fast::DecodeArgs arguments(const AttendArgs& args, int32_t blocks) {
     p.lse = static_cast<float*>(args.lse.data);
     p.lse_strides = strides_of(args.lse);
     p.invariant = args.invariant;
-    p.ragged = p.q_strides.ragged || p.out_strides.ragged || p.lse_strides.ragged;
+    p.ragged = p.q_strides.ragged || p.out_strides.ragged || p.lse_strides.ragged || p.own_key_strides.ragged ||
+               p.own_value_strides.ragged;
     for (int32_t i = 0; i < batch.size && !batch.on_device; ++i) {
         const RowArg& row = batch.rows[i];
         p.rows[i] = {row.count > 0 ? row.sequence : -1, row.index};
@@ -188,13 +199,15 @@ bool decode_serves(const TensorStore& key, const TensorStore& value, int32_t rat
 
 bool decode_reads(const AttendArgs& args) {
     const int32_t dtype = args.layer.key.window_dtype;
-    return !args.k && !args.v && args.q.dtype == dtype && args.out.dtype == dtype && aligned(args.q) &&
-           aligned(args.out);
+    const auto reads = [&](const View& view) { return view.dtype == dtype && aligned(view); };
+    // Windows that end among the call's own keys are left to others.
+    const bool ends_before = args.window_left < 0 || args.window_left >= decode_max_count(args.layer);
+    return (!args.k || (reads(args.k) && reads(args.v) && ends_before)) && reads(args.q) && reads(args.out);
 }
 
 bool decode_takes(const AttendArgs& args) {
     const Layer& layer = args.layer;
-    if (!decode_reads(args) || !with_instance(args, [](auto) {})) return false;
+    if (!decode_reads(args) || args.batch.max_count > decode_max_count(layer)) return false;
     if (!args.invariant &&
         args.batch.size * static_cast<int64_t>(layer.key.heads) * layer.max_tokens > int64_t{64} * kMaxTokens) {
         return false;

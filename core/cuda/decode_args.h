@@ -38,12 +38,14 @@ struct DecodeArgs {
     int32_t equal_blocks;                             // see blocks_for
     int32_t sink, tail_rows;                          // rows of the windows
     int32_t table_stride, page_bytes, value_offset;
-    int32_t window_left;  // as in kivi_attend_params
+    int32_t window_left;  // as in kivi_attend_params, if the last token in the cache were that of the last query; -1: all
+    int32_t unseen;       // of the last tokens in the cache, which query token 0 does not see; token 1 one less
     float scale_log2;
     float cap, cap_rate;  // soft cap * log2(e), and 2 / soft cap; 0: none
     bool on_device, ragged, rotated_keys, rotated_values;
     bool invariant;  // the line is cut into runs
     bool clustered;  // the launch has a cluster for each segment
+    bool own;        // keys and values come with the call
     const uint8_t* pages;
     const uint8_t *sink_keys, *sink_values, *tail_keys, *tail_values;
     const void* q;
@@ -56,6 +58,9 @@ struct DecodeArgs {
     float* lse;                  // or NULL
     const float* learned_sinks;  // or NULL
     Strides out_strides, lse_strides;
+    // Keys and values of the call, of the query tokens, as the caller has them, if there are any.
+    const void *own_keys, *own_values;
+    Strides own_key_strides, own_value_strides;
     // Of host batches; offsets where tensors are ragged.
     RowPlace rows[kRowsAtOnce];
     int32_t offset[kRowsAtOnce];

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     // Rows without tokens: one warp of one block writes their zeros while the first visit's data is on its way.
 #pragma unroll 1
     for (int r = blockIdx.x + gridDim.x * worker; r < batch_rows; r += gridDim.x * C::kWarps) {
-        const BatchRow row = shared.rows[r];
+        const BatchRow& row = shared.rows[r];
         if (row.sequence < 0 || row.total() > 0) continue;
 #pragma unroll 1
         for (int head = 0; head < kv_heads; ++head) {

@@ -8,6 +8,7 @@
 #include "cuda/decode_instructions.cuh"
 #include "cuda/decode_line.cuh"
 #include "cuda/decode_rows.cuh"
+#include "cuda/decode_softmax.cuh"
 
 namespace kivi::cuda::fast {
 
@@ -57,6 +58,18 @@ __device__ __forceinline__ bool lane_writes(int lane) {
     return lane < C::kDim / C::kRowVectors / 4;
 }
 
+// Not yet normalised.
+template <class C>
+__device__ __forceinline__ void hadamard(float4 (&x)[C::kRowVectors], int lane) {
+#pragma unroll
+    for (int i = 0; i < C::kRowVectors; ++i) {
+        butterfly(x[i]);
+#pragma unroll
+        for (int step = 1; step < C::kDim / C::kRowVectors / 4; step *= 2) across(x[i], step, lane);
+    }
+    if constexpr (C::kRowVectors == 2) butterfly(x[0], x[1]);
+}
+
 // A function of its own: it is called from several places, and instructions that run once come from far away.
 template <class C>
 __device__ __noinline__ void finish_row(Row<C> r, bool rotated, float sink, uint16_t* out, float* lse, int lane) {
@@ -64,13 +77,7 @@ __device__ __noinline__ void finish_row(Row<C> r, bool rotated, float sink, uint
     const float less = exp2_fast(fminf(r.reference - sink, 0.0f)), more = exp2_fast(fminf(sink - r.reference, 0.0f));
     float factor = r.sum > 0.0f ? less / fmaf(r.sum, less, more) : 0.0f;
     if (rotated) {
-#pragma unroll
-        for (int i = 0; i < C::kRowVectors; ++i) {
-            butterfly(r.value[i]);
-#pragma unroll
-            for (int step = 1; step < C::kDim / C::kRowVectors / 4; step *= 2) across(r.value[i], step, lane);
-        }
-        if constexpr (C::kRowVectors == 2) butterfly(r.value[0], r.value[1]);
+        hadamard<C>(r.value, lane);
         factor *= hadamard_norm<C>();
     }
 #pragma unroll
@@ -83,9 +90,56 @@ __device__ __noinline__ void finish_row(Row<C> r, bool rotated, float sink, uint
     }
     if (lane == 0 && lse != nullptr) *lse = (r.reference + log2f(r.sum)) * kLn2;
 }
+
+// The row with those of the call's keys and values that its query sees: more terms, whose scores are in the caller's basis
+// and whose values come into that of the others. A function of its own (as finish_row).
 template <class C>
-__device__ __forceinline__ void write_row(const DecodeArgs& p, const BatchRow& at, int head, int row, int lane,
-                                          const Row<C>& r) {
+__device__ __noinline__ Row<C> with_own_tokens(const DecodeArgs& p, const BatchRow& at, int head, int row, int lane,
+                                               Row<C> r) {
+    const auto channels = [&](const void* from, int64_t place, int i) {
+        const uint2 pairs = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(from) + place +
+                                                            lane_channel<C>(lane, i));
+        const float2 low = from_pair<C::kBf16>(pairs.x), high = from_pair<C::kBf16>(pairs.y);
+        return make_float4(low.x, low.y, high.x, high.y);
+    };
+    const int64_t of_query = place_of_row(p, at, p.q_strides, head, row);
+    int64_t of_key = at.origin(p.own_key_strides) + head * p.own_key_strides.head;
+    int64_t of_value = at.origin(p.own_value_strides) + head * p.own_value_strides.head;
+    float4 q[C::kRowVectors];
+#pragma unroll
+    for (int i = 0; i < C::kRowVectors; ++i) q[i] = channels(p.q, of_query, i);
+#pragma unroll 1
+    for (int token = query_token(p, row); token >= 0; --token) {  // so many tokens before the query's
+        float4 value[C::kRowVectors];
+        float score = 0.0f;
+#pragma unroll
+        for (int i = 0; i < C::kRowVectors; ++i) {
+            const float4 k = channels(p.own_keys, of_key, i);
+            value[i] = channels(p.own_values, of_value, i);
+            score = fmaf(q[i].x, k.x, fmaf(q[i].y, k.y, fmaf(q[i].z, k.z, fmaf(q[i].w, k.w, score))));
+        }
+#pragma unroll
+        for (int step = C::kDim / C::kRowVectors / 8; step > 0; step /= 2) score += __shfl_xor_sync(kAll, score, step);
+        score *= p.scale_log2;
+        score = fmaf(score, 0.0f, p.cap > 0.0f ? capped(p, score) : score);  // a non-finite key must not hide
+        if (p.rotated_values) {
+            hadamard<C>(value, lane);
+#pragma unroll
+            for (int i = 0; i < C::kRowVectors; ++i) {
+                constexpr float kNorm = hadamard_norm<C>();
+                value[i] = make_float4(value[i].x * kNorm, value[i].y * kNorm, value[i].z * kNorm, value[i].w * kNorm);
+            }
+        }
+        const float weight = r.weigh(lane == 0 ? make_float2(score, 1.0f) : make_float2(-INFINITY, 0.0f));
+        r.add(__shfl_sync(kAll, weight, 0), value);
+        of_key += p.own_key_strides.token, of_value += p.own_value_strides.token;
+    }
+    return r;
+}
+
+template <class C>
+__device__ __forceinline__ void write_row(const DecodeArgs& p, const BatchRow& at, int head, int row, int lane, Row<C> r) {
+    if (p.own) r = with_own_tokens<C>(p, at, head, row, lane, r);
     const float sink = p.learned_sinks != nullptr ? p.learned_sinks[query_head(p, head, row)] * kLog2E : -INFINITY;
     finish_row<C>(r, p.rotated_values, sink,
                   static_cast<uint16_t*>(p.out) + place_of_row(p, at, p.out_strides, head, row),

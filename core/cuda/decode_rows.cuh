@@ -51,7 +51,7 @@ __device__ __forceinline__ void across(float4& x, int step, int lane) {
     x.w = across(x.w, step, lane);
 }
 template <class C>
-__device__ __forceinline__ float hadamard_norm() {
+__host__ __device__ constexpr float hadamard_norm() {
     return C::kDim == 256 ? 0.0625f : C::kDim == 128 ? 0.08838834764f : 0.125f;
 }
 

@@ -150,23 +150,27 @@ __device__ __forceinline__ void probabilities(const float (&score)[2][C::kThread
     operands<C, false>(x, lane, p);
 }
 
-// Tokens of a visit that a row sees: query token j of n all but the sequence's last n - 1 - j, and of those before the
-// window's border as many fewer.
+// Tokens of a visit that a row sees: query token j of n all but the sequence's last n - 1 - j (all, if the call brings the
+// queries' own), and of those before the window's border as many fewer.
 struct Visible {
     int begin, end;
     __device__ __forceinline__ Visible(const DecodeArgs& p, int info, int row) {
-        const int later = p.tokens == 1 ? 0 : max(p.tokens - 1 - int(p.group.quotient(row)), 0);  // query tokens
-        begin = info_cut(info) - later;
-        end = min(info_valid(info), info_left(info) - later);
+        const int token = p.tokens == 1 ? 0 : int(p.group.quotient(row));
+        begin = info_cut(info) - max(p.tokens - 1 - token, 0);
+        end = min(info_valid(info), info_left(info) - max(p.unseen - token, 0));
     }
     __device__ __forceinline__ bool operator()(int token) const { return token >= begin && token < end; }
 };
 // How many all rows see, but for the border.
 __device__ __forceinline__ int open_tokens(const DecodeArgs& p, int info) {
-    return min(info_valid(info), info_left(info) - (p.tokens - 1));
+    return min(info_valid(info), info_left(info) - p.unseen);
 }
 
-// Scores relative to their references become cap * tanh(score / cap), relative again. tanh(x) is 1 - 2 / (1 + e^2x).
+// cap * tanh(score / cap). tanh(x) is 1 - 2 / (1 + e^2x).
+__device__ __forceinline__ float capped(const DecodeArgs& p, float score) {
+    return p.cap - 2.0f * p.cap * reciprocal(1.0f + exp2_fast(score * p.cap_rate));
+}
+// Scores relative to their references become capped, relative again.
 template <class C, int COUNT>
 __device__ __forceinline__ void cap_scores(const HeadState<C>& s, float (&score)[COUNT][2][C::kThreadRows],
                                            const DecodeArgs& p) {
@@ -177,9 +181,8 @@ __device__ __forceinline__ void cap_scores(const HeadState<C>& s, float (&score)
 #pragma unroll
             for (int h = 0; h < C::kThreadRows; ++h) {
                 const float x = score[i][upper][h] + s.reference[h];
-                const float less = 2.0f * p.cap * reciprocal(1.0f + exp2_fast(x * p.cap_rate));
                 // A non-finite key must not hide behind tanh(inf).
-                score[i][upper][h] = fmaf(x, 0.0f, p.cap - less - s.reference[h]);
+                score[i][upper][h] = fmaf(x, 0.0f, capped(p, x) - s.reference[h]);
             }
         }
     }

@@ -157,7 +157,11 @@ TEST_CASE("on the fast path many query tokens, fresh keys and mixed counts have 
     CHECK(kernels_of(config, {{4}}) == "decode");
     CHECK(kernels_of(config, {{5}}) == "prefill");
     CHECK(kernels_of(config, {{1, 4}}) == "prefill");
-    CHECK(kernels_of(config, {{1}, 0, false, true}) == "prefill");
+    CHECK(kernels_of(config, {{1}, 0, false, true}) == "decode");
+    CHECK(kernels_of(config, {{4}, 0, false, true}) == "decode");
+    CHECK(kernels_of(config, {{5}, 0, false, true}) == "prefill");
+    CHECK(kernels_of(config, {{2, 1}, 0, false, true}) == "prefill");
+    CHECK(kernels_of(config, {{2, 5}, invariant, false, true}) == "decode prefill");
     CHECK(kernels_of(config, {{4}, invariant}) == "decode");
     CHECK(kernels_of(config, {{5}, invariant}) == "prefill");
     CHECK(kernels_of(config, {{1, 4}, invariant}) == "decode decode");
@@ -170,8 +174,7 @@ TEST_CASE("on the fast path many query tokens, fresh keys and mixed counts have 
     CHECK(kernels_of(wide, {{3, 2}, invariant}) == "decode prefill");
     CHECK(kernels_of(config_for("f16"), {{5}}) == "attend");  // 16 bits have no kernel for many tokens
     CHECK(kernels_of(config_for("kivi2-paper"), {{4}}) == "decode");
-    CHECK(kernels_of(config_for("kivi2-paper"), {{5}}) == "attend");  // nor has the published schedule
-    CHECK(kernels_of(config_for("kivi2-paper"), {{5, 1}, invariant}) == "attend decode");
+    CHECK(kernels_of(config_for("kivi2-paper"), {{5}}) == "prefill");
 }
 
 int main(int argc, char** argv) {

@@ -310,8 +310,8 @@ typedef struct kivi_support {
 /* What create would say to `layer` of this config and which code would serve it. [SUPPORT-1] Returns
  * KIVI_OK with supported 0 and the reason for a well-formed config that create refuses. On CUDA the fast path
  * serves calls whose q and out (and fresh k and v) are of window_dtype with rows on multiples of 16 bytes.
- * Other calls on the layer take the general one; with 16 bits so do those with fresh k and v, or with more
- * than 16 (at head dim 256, 8) queries times query heads a KV head. */
+ * Other calls on the layer take the general one; with 16 bits so do those with more than 16 (at head dim 256,
+ * 8) queries times query heads a KV head, or with fresh k and v and a window_left below 16. */
 KIVI_API kivi_status kivi_query_support(const kivi_config *config, int32_t layer, kivi_support *support,
                                         size_t struct_size);
 

@@ -495,7 +495,7 @@ impl Default for kivi_support {
     }
 }
 extern "C" {
-    #[doc = "```text\nWhat create would say to `layer` of this config and which code would serve it. [SUPPORT-1] Returns\nKIVI_OK with supported 0 and the reason for a well-formed config that create refuses. On CUDA the fast path\nserves calls whose q and out (and fresh k and v) are of window_dtype with rows on multiples of 16 bytes.\nOther calls on the layer take the general one; with 16 bits so do those with fresh k and v, or with more\nthan 16 (at head dim 256, 8) queries times query heads a KV head.\n```"]
+    #[doc = "```text\nWhat create would say to `layer` of this config and which code would serve it. [SUPPORT-1] Returns\nKIVI_OK with supported 0 and the reason for a well-formed config that create refuses. On CUDA the fast path\nserves calls whose q and out (and fresh k and v) are of window_dtype with rows on multiples of 16 bytes.\nOther calls on the layer take the general one; with 16 bits so do those with more than 16 (at head dim 256,\n8) queries times query heads a KV head, or with fresh k and v and a window_left below 16.\n```"]
     pub fn kivi_query_support(
         config: *const kivi_config,
         layer: i32,
