@@ -58,6 +58,7 @@ const Case kCases[] = {
     {"2/2 g32 32+128", 2, 2, 32, 128, false, 32, 128, 1}, {"2/2 g32 2 tokens", 2, 2, 32, 128, false, 0, 0, 2},
     {"2/2 g32 4 tokens", 2, 2, 32, 128, false, 0, 0, 4},  {"2/2 g32 bf16", 2, 2, 32, 128, false, 0, 0, 1, true},
     {"2/2 g32 dim 64", 2, 2, 32, 64, false, 0, 0, 1},     {"2/2 g32 dim 256", 2, 2, 32, 256, false, 0, 0, 1},
+    {"3/2 g64 dim 64", 3, 2, 64, 64, false, 0, 0, 1},     {"4/2 g64 dim 256", 4, 2, 64, 256, false, 0, 0, 1},
 };
 
 const Case& case_named(const std::string& name) {
@@ -555,7 +556,7 @@ void run_prompts(const Bench& bench, bool quick) {
 // Drafts of a few tokens and pieces of prompts, whose keys and values come with the call.
 void run_chunks(const Bench& bench, bool quick) {
     for (Storage s : presets()) {
-        if (s.name != "k3v2" && s.name != "kivi2-sink") continue;
+        if (s.name != "k3v2" && s.name != "kivi2-sink" && s.name != "kivi2-paper") continue;
         s.fresh = true;
         for (const int tokens : {8192, 32768}) {
             for (const int query_tokens : {1, 4, 8, 16, 512, 2048}) {
