@@ -183,7 +183,8 @@ const char* why_not_decode(const TensorStore& key, const TensorStore& value, int
     if (k.param_dtype == KIVI_F32 || v.param_dtype == KIVI_F32) return "the fast kernel needs scales in f16";
     if (!with_instances(key, value, [](auto) { return true; })) {
         if (key.windows.schedule == KIVI_SCHEDULE_PUBLISHED) {
-            return "no fast kernel is made for these bits, groups, head dims and window dtype with the published schedule";
+            return "no fast kernel is made for these bits, groups, head dims and window dtype with the published "
+                   "schedule";
         }
         return "no fast kernel is made for these bits, groups, head dims and window dtype";
     }

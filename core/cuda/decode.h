@@ -10,8 +10,8 @@ bool decode_serves(const TensorStore& key, const TensorStore& value, int32_t rat
 // The same in words: "" or what is missing.
 const char* why_not_decode(const TensorStore& key, const TensorStore& value, int32_t ratio, int32_t capability);
 
-// Whether the kernel reads what a call on such a layer brings: q, out, and keys and values of the call in the window dtype
-// and aligned.
+// Whether the kernel reads what a call on such a layer brings: q, out, and keys and values of the call in the window
+// dtype and aligned.
 bool decode_reads(const AttendArgs& args);
 // Whether it takes the call: its rows have the same number of tokens, or none, and few enough.
 bool decode_takes(const AttendArgs& args);

@@ -38,8 +38,8 @@ struct DecodeArgs {
     int32_t equal_blocks;                             // see blocks_for
     int32_t sink, tail_rows;                          // rows of the windows
     int32_t table_stride, page_bytes, value_offset;
-    int32_t window_left;  // as in kivi_attend_params, if the last token in the cache were that of the last query; -1: all
-    int32_t unseen;       // of the last tokens in the cache, which query token 0 does not see; token 1 one less
+    int32_t window_left;  // as in kivi_attend_params, if the cache's last token were the last query's; -1: all
+    int32_t unseen;       // of the cache's last tokens, which query token 0 does not see; token 1 one less
     float scale_log2;
     float cap, cap_rate;  // soft cap * log2(e), and 2 / soft cap; 0: none
     bool on_device, ragged, rotated_keys, rotated_values;

@@ -1,13 +1,13 @@
-// The published schedule packs keys a residual at a time and values one by one, so that between the pages and the tail there
-// is a middle whose keys are codes of a page and whose values are rows of the tail:
+// The published schedule packs keys a residual at a time and values one by one, so that between the pages and the tail
+// there is a middle whose keys are codes of a page and whose values are rows of the tail:
 //
 //   keys     | codes ............................... | rows ...... |
 //   values   | codes ............. | rows .......................  |
 //              pages               | middle          | tail
 //
-// Visits to the middle begin at multiples of kWindowTokens: part of a block of 32 tokens, of which the first visit may have
-// tokens hidden that belong to the pages. What a visit to a page does with keys, one to rows with values: no key is
-// decoded to 16 bits, which a large one would not fit.
+// Visits to the middle begin at multiples of kWindowTokens: part of a block of 32 tokens, of which the first visit may
+// have tokens hidden that belong to the pages. Keys are multiplied as in a visit to a page, values as in one to rows: no
+// key is decoded to 16 bits, which a large one would not fit.
 #pragma once
 #include "cuda/decode_pages.cuh"
 #include "cuda/decode_windows.cuh"
@@ -74,7 +74,8 @@ __device__ __forceinline__ void visit_middle(HeadState<C>& s, const SharedStorag
         window_probabilities<C>(score[u], lane, prob);
         row_products<C>(s, prob, row, [&](int k, int i) {
             const int of_column = 2 * u + k % 2 + 4 * (k / 2);
-            return held ? *reinterpret_cast<const uint2*>(values + of_column * C::kRowBytes + i * 64) : make_uint2(0, 0);
+            return held ? *reinterpret_cast<const uint2*>(values + of_column * C::kRowBytes + i * 64)
+                        : make_uint2(0, 0);
         });
     }
 }

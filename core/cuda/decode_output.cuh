@@ -91,8 +91,8 @@ __device__ __noinline__ void finish_row(Row<C> r, bool rotated, float sink, uint
     if (lane == 0 && lse != nullptr) *lse = (r.reference + log2f(r.sum)) * kLn2;
 }
 
-// The row with those of the call's keys and values that its query sees: more terms, whose scores are in the caller's basis
-// and whose values come into that of the others. A function of its own (as finish_row).
+// The row with those of the call's keys and values that its query sees: more terms, whose scores are in the caller's
+// basis and whose values come into that of the others. A function of its own (as finish_row).
 template <class C>
 __device__ __noinline__ Row<C> with_own_tokens(const DecodeArgs& p, const BatchRow& at, int head, int row, int lane,
                                                Row<C> r) {
@@ -138,7 +138,8 @@ __device__ __noinline__ Row<C> with_own_tokens(const DecodeArgs& p, const BatchR
 }
 
 template <class C>
-__device__ __forceinline__ void write_row(const DecodeArgs& p, const BatchRow& at, int head, int row, int lane, Row<C> r) {
+__device__ __forceinline__ void write_row(const DecodeArgs& p, const BatchRow& at, int head, int row, int lane,
+                                          Row<C> r) {
     if (p.own) r = with_own_tokens<C>(p, at, head, row, lane, r);
     const float sink = p.learned_sinks != nullptr ? p.learned_sinks[query_head(p, head, row)] * kLog2E : -INFINITY;
     finish_row<C>(r, p.rotated_values, sink,

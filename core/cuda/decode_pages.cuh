@@ -201,8 +201,8 @@ __device__ __noinline__ void clear_unused_parameters(uint8_t* slot, int valid, i
 // What the key parameters and the queries give together, for one visit, or for all visits to a key group.
 template <class C>
 struct KeyContext {
-    static constexpr bool kPerStep = C::kKeyGroup == kBlockTokens || C::kStepGroups;  // scaled queries are made in the step
-    static constexpr int kStepGroups = C::kStepGroups ? 1 : C::kStepBlocks;           // for so many groups
+    static constexpr bool kPerStep = C::kKeyGroup == kBlockTokens || C::kStepGroups;  // scaled queries are the step's
+    static constexpr int kStepGroups = C::kStepGroups ? 1 : C::kStepBlocks;           // of so many groups
     float term[C::kThreadRows];                                                       // see key_min_terms
     ScaledQueries<C> scaled[1];
 };

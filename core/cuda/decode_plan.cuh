@@ -147,8 +147,9 @@ __device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const Dec
                 if (i < e.sinks) {
                     const int begin = middle_begin<C>(row, i), hidden = max(row.packed - begin, 0);
                     v.source = Places(page, (begin + hidden) % value_rows).source();
-                    v.info = begin % kBlockTokens / C::kWindowTokens | min(255, row.total() - begin) << 8 | kMiddle << 16 |
-                             begin % kPageTokens / kBlockTokens << 18 | hidden << 22 | cut(begin, 31) << 27 | flags;
+                    v.info = begin % kBlockTokens / C::kWindowTokens | min(255, row.total() - begin) << 8 |
+                             kMiddle << 16 | begin % kPageTokens / kBlockTokens << 18 | hidden << 22 |
+                             cut(begin, 31) << 27 | flags;
                 } else {
                     const int token = (i - e.sinks) * C::kWindowTokens;
                     const unsigned position = row.packed + row.sink + token;
@@ -215,7 +216,8 @@ __device__ __forceinline__ void copy_published(const SharedStorage<C>& shared, c
         const uint8_t* const group = p.pages + (int64_t{places.keys} * p.kv_heads + head) * p.page_bytes +
                                      block / C::kGroupBlocks * C::kGroupBytes;
         bulk_copy(to, group, C::kKeyParams, bar);
-        bulk_copy(to + C::kKeyParams, group + C::kKeyParams + block % C::kGroupBlocks * C::kKeyCodes, C::kKeyCodes, bar);
+        bulk_copy(to + C::kKeyParams, group + C::kKeyParams + block % C::kGroupBlocks * C::kKeyCodes, C::kKeyCodes,
+                  bar);
     }
     copy_ring<C>(to + C::kWindowHalf + hidden * C::kRowBytes, p.tail_values + ring * value_rows * C::kRowBytes,
                  places.values, rows, value_rows, bar);

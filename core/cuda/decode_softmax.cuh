@@ -150,8 +150,8 @@ __device__ __forceinline__ void probabilities(const float (&score)[2][C::kThread
     operands<C, false>(x, lane, p);
 }
 
-// Tokens of a visit that a row sees: query token j of n all but the sequence's last n - 1 - j (all, if the call brings the
-// queries' own), and of those before the window's border as many fewer.
+// Tokens of a visit that a row sees: query token j of n all but the sequence's last n - 1 - j (all, if the call brings
+// the queries' own), and of those before the window's border as many fewer.
 struct Visible {
     int begin, end;
     __device__ __forceinline__ Visible(const DecodeArgs& p, int info, int row) {

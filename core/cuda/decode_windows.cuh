@@ -69,8 +69,9 @@ __device__ __forceinline__ void window_probabilities(const float (&score)[2][C::
 // k % 2 + 8 * (k / 2) of the thread's column. Their products get accumulators of their own, since out[] is in units of
 // 2^step_power * 2^-24.
 template <class C, class Load>
-__device__ __forceinline__ void row_products(HeadState<C>& s, const uint32_t (&prob)[Pairs<C::kBf16>::kCount][C::kTiles][2],
-                                             int row, const Load& load) {
+__device__ __forceinline__ void row_products(HeadState<C>& s,
+                                             const uint32_t (&prob)[Pairs<C::kBf16>::kCount][C::kTiles][2], int row,
+                                             const Load& load) {
     constexpr bool kB = C::kBf16;
     constexpr uint32_t kOnes = kB ? 0x3F803F80u : 0x3C003C00u;
     const uint32_t ones = row < 4 ? 0u : kOnes;  // rows of the sum of p, see HeadState

@@ -18,9 +18,9 @@
 //   power     6 |        3 |       0 |     6 |     3 |     0
 //                      after >> 9    |
 //
-// A step has the same power in both units, so that it can be divided out of the query once. At 3 bits and head dim 64 a block
-// has eight operands only: there a lane's vectors have two words, each a register of both halves of the depth, which have
-// powers of their own.
+// A step has the same power in both units, so that it can be divided out of the query once. At 3 bits and head dim 64 a
+// block has eight operands only: there a lane's vectors have two words, each a register of both halves of the depth,
+// which have powers of their own.
 #pragma once
 #include <cstdint>
 
@@ -43,9 +43,9 @@ KIVI_HOST_DEVICE constexpr int vector_words(int bits, int dim) { return bits == 
 
 KIVI_HOST_DEVICE constexpr int fields_of(int bits) { return bits == 3 ? 5 : 16 / bits; }
 
-// Operands of a block are numbered unit * steps + step; where vectors have two words, halves of operands: (unit * steps +
-// step) * 2 + half of the depth. At 3 bits each sixteen share three vectors, and the last of the sixteen is the one in the
-// bits x.
+// Operands of a block are numbered unit * steps + step; where vectors have two words, halves of operands: (unit * steps
+// + step) * 2 + half of the depth. At 3 bits each sixteen share three vectors, and the last of the sixteen is the one in
+// the bits x.
 constexpr int kSpareBit = 15, kSparePower = 6;
 KIVI_HOST_DEVICE constexpr bool is_spare(int bits, int number) { return bits == 3 && number % 16 == 15; }
 KIVI_HOST_DEVICE constexpr int first_vector(int bits, int number) {  // of those that share a bit x
@@ -126,7 +126,11 @@ KIVI_HOST_DEVICE inline int channel_at(bool keys, const Fragment& at) {
 struct WordPlace {
     int words, vector, lane, word, steps;
     KIVI_HOST_DEVICE WordPlace(int bits, int dim, int i)
-        : words(vector_words(bits, dim)), vector(i / (32 * words)), lane(i / words % 32), word(i % words), steps(dim / 16) {}
+        : words(vector_words(bits, dim)),
+          vector(i / (32 * words)),
+          lane(i / words % 32),
+          word(i % words),
+          steps(dim / 16) {}
     KIVI_HOST_DEVICE Fragment fragment(int number, int half) const {
         const int operand = words == 2 ? number / 2 : number, unit = operand >= steps;
         return {unit, operand - unit * steps, lane, words == 2 ? word + number % 2 * 2 : word, half};
@@ -153,7 +157,8 @@ struct FragmentSizes {
     }
 };
 
-// Specs that have this order: see decode_instances.h, but for those of 16 bits. PageOrder and the functions are those of page_order.h.
+// Specs that have this order: see decode_instances.h, but for those of 16 bits. PageOrder and the functions are those of
+// page_order.h.
 template <class PageOrder>
 struct FragmentOrderOf {
     // Whole blocks of 32 tokens; or, of values, some of one block.
@@ -229,7 +234,8 @@ struct FragmentOrderOf {
         const auto word = [&](int vector) {
             return static_cast<unsigned>(*reinterpret_cast<const uint16_t*>(half + vector * (128 * words)));
         };
-        const int operand = at.unit * (order.dim / 16) + at.step, number = words == 2 ? 2 * operand + at.word / 2 : operand;
+        const int operand = at.unit * (order.dim / 16) + at.step;
+        const int number = words == 2 ? 2 * operand + at.word / 2 : operand;
         if (is_spare(bits, number)) {
             const int first = first_vector(bits, number);
             return static_cast<int>(word(first) >> kSpareBit | word(first + 1) >> kSpareBit << 1 |
@@ -277,7 +283,8 @@ struct FragmentOrderOf {
     KIVI_HOST_DEVICE static void write_some(const PageOrder& order, uint8_t* part, int first, int i, const Code& code) {
         constexpr int kCodes = 8 / BITS;
         const int bytes = order.dim / kCodes, chunks = bytes / 16, in_token = i % bytes;
-        const int token = i / bytes, chunk = in_token % chunks, odd = in_token / chunks % 2, row = in_token / chunks / 2;
+        const int token = i / bytes, chunk = in_token % chunks;
+        const int odd = in_token / chunks % 2, row = in_token / chunks / 2;
         Fragment at = fragment_at(false, (first + token) % kBlockTokens, 4 * row + odd);
         const int number = at.unit * (order.dim / 16) + kCodes * chunk;
         uint32_t byte = 0;

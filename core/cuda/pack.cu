@@ -24,8 +24,8 @@ namespace {
 static_assert(kPackThreads == kWriteThreads);
 constexpr int kWindowShares = 8;  // of a head's windows of keys or of values
 
-// Positions that are packed straight from the caller's rows: whole groups of new tokens. Under the published schedule some
-// of a block of values may follow.
+// Positions that are packed straight from the caller's rows: whole groups of new tokens. Under the published schedule
+// some of a block of values may follow.
 struct Fresh {
     int64_t begin, end;
 };
@@ -34,7 +34,8 @@ __device__ Fresh fresh_tokens(const Step& step, const TensorStore& store) {
     const int64_t unit = store.part == Part::key ? store.spec().group : kBlockTokens;
     const int64_t end = tail_begin(store.windows, step.after, store.part);
     const int64_t first = max(tail_begin(store.windows, step.before, store.part), step.before.length);
-    const int64_t begin = sink + (first - sink + unit - 1) / unit * unit, whole = sink + last_multiple(unit, end - sink);
+    const int64_t begin = sink + (first - sink + unit - 1) / unit * unit;
+    const int64_t whole = sink + last_multiple(unit, end - sink);
     return begin <= whole ? Fresh{begin, whole} : Fresh{end, end};
 }
 

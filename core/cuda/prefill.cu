@@ -19,7 +19,8 @@ constexpr int64_t kLeastPieces = 4;               // of a part
 // blocks on a multiprocessor, stages; published schedule.
 // Two row tiles of 128 channels leave no registers for a middle.
 template <bool BF16, int DIM, bool PUBLISHED>
-using Many = std::conditional_t<(DIM > 128 || (DIM == 128 && PUBLISHED)), prompt::Config<BF16, DIM, 8, 1, 1, 1, 1, PUBLISHED>,
+using Many = std::conditional_t<(DIM > 128 || (DIM == 128 && PUBLISHED)),
+                                prompt::Config<BF16, DIM, 8, 1, 1, 1, 1, PUBLISHED>,
                                 prompt::Config<BF16, DIM, 4, 2, 1, 2, 1, PUBLISHED>>;
 template <bool BF16, int DIM, bool PUBLISHED>
 using Few = std::conditional_t<(DIM > 128), prompt::Config<BF16, DIM, 4, 1, 2, 1, 1, PUBLISHED>,

@@ -81,8 +81,8 @@ struct Args {
     float* page_workspace;
 };
 
-// Under the published schedule keys are packed further than values: those of the middle are in a page, and its values in the
-// tail.
+// Under the published schedule keys are packed further than values: those of the middle are in a page, and its values in
+// the tail.
 enum class Kind { sink, page, tail, fresh, middle };
 
 // Consecutive positions that are stored alike, at most kTokens.

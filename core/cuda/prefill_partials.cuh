@@ -31,7 +31,8 @@ __device__ inline Done done_before(const Args& p, const RowArg& row, const Span&
         return static_cast<int>(max(tokens, int64_t{0})) / kPieceTokens * kPieceTokens;
     };
     const Query first(p.attend, row, span, 0, first_row);
-    return {whole_pieces(min(min(span.key_border, span.value_border), first.last + 1) - p.attend.layer.key.windows.sink),
+    const int64_t packed = min(span.key_border, span.value_border);
+    return {whole_pieces(min(packed, first.last + 1) - p.attend.layer.key.windows.sink),
             p.attend.k ? whole_pieces(first.token + 1) : 0};
 }
 

@@ -132,7 +132,8 @@ template <class C, int BITS, class Vector, int VECTORS>
 __device__ __forceinline__ uint4 numbers(const Vector (&w)[VECTORS], const Vector (&x)[VECTORS], uint32_t thousand,
                                          int number) {
     const uint4 pairs = fast::operand<BITS>(w, x, number);
-    const int low = step_power(BITS, C::kDim, number % C::kSteps, 0), high = step_power(BITS, C::kDim, number % C::kSteps, 1);
+    const int step = number % C::kSteps;
+    const int low = step_power(BITS, C::kDim, step, 0), high = step_power(BITS, C::kDim, step, 1);
     return make_uint4(code_numbers(pairs.x, thousand, low, C::kDown), code_numbers(pairs.y, thousand, low, C::kDown),
                       code_numbers(pairs.z, thousand, high, C::kDown), code_numbers(pairs.w, thousand, high, C::kDown));
 }
@@ -286,8 +287,8 @@ __device__ __forceinline__ void take_keys(SharedStorage<C>& shared, const uint8_
 }
 // Tokens before `begin` and from `end` on become zeros: their weight is 0, but 0 times NaN is not.
 template <class C>
-__device__ __forceinline__ void take_values(SharedStorage<C>& shared, const uint8_t* stage, int unit, int begin, int end,
-                                            int lane) {
+__device__ __forceinline__ void take_values(SharedStorage<C>& shared, const uint8_t* stage, int unit, int begin,
+                                            int end, int lane) {
     const int row = lane >> 2, column = lane & 3;
     const int token = unit / 2 * kBlockTokens + 8 * column + 2 * (unit % 2);
     const uint8_t* const from = stage + token * C::kRowBytes + row * 8;
@@ -310,7 +311,8 @@ __device__ __forceinline__ void take_values(SharedStorage<C>& shared, const uint
 
 // ---- All ----
 
-// Values fill a block one by one: parameters past the end of what is packed may be anything, NaN included. Makes them zero.
+// Values fill a block one by one: parameters past the end of what is packed may be anything, NaN included. Makes them
+// zero.
 template <class C>
 __device__ __forceinline__ void clear_unused_parameters(uint8_t* stage, const PackedPiece& packed, int count) {
     const int all = 2 * packed.value_groups * C::kTokens;

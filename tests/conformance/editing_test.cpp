@@ -102,8 +102,8 @@ TEST_CASE(
     CHECK(kivi_attend(cache, 0, batch, q, out, &params, memory + 1, bytes, nullptr) ==
           KIVI_OK);  // any alignment
     CHECK(workspace.marks_intact());
-    // No score matrix: a hundred thousand tokens and prompts of thousands ask for a sliver of what they read, and on a GPU
-    // for what its multiprocessors leave of rows that they share.
+    // No score matrix: a hundred thousand tokens and prompts of thousands ask for a sliver of what they read, and on a
+    // GPU for what its multiprocessors leave of rows that they share.
     const size_t results = backend().device == KIVI_CUDA ? 100000000 : 0;
     with.max_tokens = 100000;
     const Cache longer(with);

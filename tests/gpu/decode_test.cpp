@@ -288,7 +288,9 @@ void check_every_instance(int32_t dtype, size_t first) {
 
 }  // namespace
 
-TEST_CASE("half of the instances: ragged lengths, sinks and tails, ratios, query tokens") { check_every_instance(KIVI_F16, 0); }
+TEST_CASE("half of the instances: ragged lengths, sinks and tails, ratios, query tokens") {
+    check_every_instance(KIVI_F16, 0);
+}
 TEST_CASE("the other half") { check_every_instance(KIVI_F16, 1); }
 
 TEST_CASE("half of the instances with bf16 windows, queries and results") { check_every_instance(KIVI_BF16, 0); }

@@ -316,7 +316,9 @@ void check_damage(const Damage& d) {
     // In a page a key's group of tokens is damaged, or a value's group of channels.
     int first = d.at, last = d.at, channels_begin = kChannel, channels_end = kChannel + 1;
     const int packed_begin = instance.published ? 0 : unit;
-    const int packed_end = !instance.published ? (cached - 96) / unit * unit : d.of_keys ? (cached - 1) / 128 * 128 : cached - 129;
+    const int packed_end = !instance.published ? (cached - 96) / unit * unit
+                           : d.of_keys         ? (cached - 1) / 128 * 128
+                                               : cached - 129;
     const bool packed = d.at >= packed_begin && d.at < packed_end;
     if (d.of_keys && packed) first = d.at / unit * unit, last = first + unit - 1;
     if (!d.of_keys && packed) {
