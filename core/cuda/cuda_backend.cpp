@@ -180,6 +180,7 @@ class CudaBackend final : public Backend {
     }
 
     void append(int layer, Rows rows, const View& k, const View& v, kivi_stream stream) override {
+        behind_attend_ = false;
         const DeviceGuard guard(device_);
         check_view("k", k);
         check_view("v", v);
@@ -194,6 +195,7 @@ class CudaBackend final : public Backend {
     }
 
     void flush(int layer, Rows rows, kivi_stream stream) override {
+        behind_attend_ = false;
         const DeviceGuard guard(device_);
         WriteArgs args;
         args.mode = WriteMode::flush;
@@ -240,7 +242,8 @@ class CudaBackend final : public Backend {
         args.workspace = static_cast<float*>(call.workspace);
         args.invariant = (call.flags & KIVI_ATTEND_INVARIANT) != 0;
         for_each_portion(call.rows, args.batch, [&] {
-            attend_call(args, layers_[call.layer].fast, gpu_, stream_of(call.stream));
+            const bool behind_attend = behind_attend_.exchange(true);
+            attend_call(args, layers_[call.layer].fast, behind_attend, gpu_, stream_of(call.stream));
             check_launch("attend");
         });
     }
@@ -596,6 +599,7 @@ class CudaBackend final : public Backend {
     std::unique_ptr<OwnStream> own_;
     Memory state_, staging_;
     mutable std::mutex staging_mutex_;
+    mutable std::atomic<bool> behind_attend_{false};  // the call before was an attend: a hint for the next one
     std::vector<LayerMemory> layers_;
 };
 

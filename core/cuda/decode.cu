@@ -76,8 +76,8 @@ fast::DecodeArgs arguments(const AttendArgs& args, int32_t blocks) {
     p.tokens = batch.max_count;
     p.group = fast::Divisor(layer.q_heads / layer.key.heads);
     p.query_rows = fast::Divisor(p.group.by * p.tokens);
-    const int32_t segments = p.batch_rows * p.kv_heads, equal = segments > 0 ? blocks / segments * segments : 0;
-    p.equal_blocks = 10 * equal >= 9 * blocks ? equal : blocks;
+    const int32_t segments = p.batch_rows * p.kv_heads, each = segments > 0 ? blocks / segments : 0;
+    p.segment_blocks = 10 * each * segments >= 9 * blocks ? each : 0;
     p.sink = static_cast<int32_t>(layer.key.windows.sink);
     p.tail_rows = static_cast<int32_t>(layer.key.tail_rows);
     p.table_stride = static_cast<int32_t>(layer.table_stride);
@@ -258,13 +258,14 @@ size_t decode_workspace(const Layer& layer, int32_t rows, int32_t max_count, int
     return bytes;
 }
 
-void decode(const AttendArgs& args, int32_t multiprocessors, Stream stream) {
+void decode(const AttendArgs& args, int32_t multiprocessors, bool behind_attend, Stream stream) {
     with_instance(args, [&](auto config) {
         using C = decltype(config);
         const auto launch = [&](fast::DecodeArgs p, size_t tickets, int32_t blocks) {
             p.tickets = reinterpret_cast<unsigned long long*>(args.workspace);
             p.partials = reinterpret_cast<float*>(p.tickets + tickets);
             p.spills = p.partials + size_t(multiprocessors) * 2 * C::kPartialFloats;
+            p.guesses = behind_attend && !p.on_device;  // what device arrays hold before that may be anything
             const unsigned cluster_blocks = p.clustered ? fast::kClusterBlocks : 1;
             launch_dependent(fast::decode_kernel<C>, launch_of<C>(blocks, cluster_blocks, stream), p);
         };

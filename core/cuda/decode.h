@@ -22,6 +22,7 @@ int32_t decode_max_count(const Layer& layer);
 int32_t prepare_decode(const TensorStore& key, const TensorStore& value);
 // For at most `rows` rows of at most max_count tokens.
 size_t decode_workspace(const Layer& layer, int32_t rows, int32_t max_count, int32_t multiprocessors);
-void decode(const AttendArgs& args, int32_t multiprocessors, Stream stream);
+// `behind_attend`: the kernel before it in the stream is an attend, most likely; then it plans while that ends.
+void decode(const AttendArgs& args, int32_t multiprocessors, bool behind_attend, Stream stream);
 
 }  // namespace kivi::cuda

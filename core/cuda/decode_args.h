@@ -35,7 +35,7 @@ struct DecodeArgs {
     const int64_t* offsets;
     int32_t batch_rows, first_row, kv_heads, tokens;  // tokens: of each row
     Divisor group, query_rows;                        // query heads of a KV head; group * tokens
-    int32_t equal_blocks;                             // see blocks_for
+    int32_t segment_blocks;                           // most that segments can have each, if that is nearly all; or 0
     int32_t sink, tail_rows;                          // rows of the windows
     int32_t table_stride, page_bytes, value_offset;
     int32_t window_left;  // as in kivi_attend_params, if the cache's last token were the last query's; -1: all
@@ -46,6 +46,7 @@ struct DecodeArgs {
     bool invariant;  // the line is cut into runs
     bool clustered;  // the launch has a cluster for each segment
     bool own;        // keys and values come with the call
+    bool guesses;    // it plans before the kernels before it have ended
     const uint8_t* pages;
     const uint8_t *sink_keys, *sink_values, *tail_keys, *tail_values;
     const void* q;

@@ -75,6 +75,13 @@ __device__ __forceinline__ uint32_t transpose8x8(uint32_t a) {
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(a));
     return r;
 }
+// One lane of the warp, asked by all of it. What it does alone compiles to a third of what `lane == 0` does: operands
+// of bulk copies are uniform registers, which otherwise a loop over the active lanes fills.
+__device__ __forceinline__ bool elected() {
+    uint32_t is;
+    asm volatile("{\n.reg .pred is;\nelect.sync _|is, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, is;\n}" : "=r"(is));
+    return is != 0;
+}
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
@@ -91,14 +98,32 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
         "r"(parity)
         : "memory");
 }
-// Pages are read once: they leave L2 first, and what is used again stays.
+// Pages are read once: they leave L2 first, and what is used again stays. What createpolicy.fractional.L2::evict_first
+// makes of 1.0, as a constant: it takes six instructions a copy.
+constexpr uint64_t kEvictFirst = 0x12F0000000000000;
 __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t bar) {
     asm volatile(
-        "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
-        "[%3], policy;\n}" ::"r"(to),
-        "l"(from), "r"(bytes), "r"(bar)
+        "[%3], %4;" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(bar), "n"(kEvictFirst)
         : "memory");
+}
+// Asks for bytes to be in L2, from where they leave first: a hint.
+__device__ __forceinline__ void bulk_prefetch(const void* from, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from), "r"(bytes),
+                 "n"(kEvictFirst)
+                 : "memory");
+}
+// What another kernel may be writing at this time: as it was or as it is. It passes L1, which would keep what it was.
+__device__ __forceinline__ int32_t load_fresh(const int32_t* from) {
+    int32_t x;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+    return x;
+}
+__device__ __forceinline__ int64_t load_fresh(const int64_t* from) {
+    int64_t x;
+    asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(x) : "l"(from) : "memory");
+    return x;
 }
 // 16 or 4 bytes by the thread itself, and the end of all such copies of the thread.
 __device__ __forceinline__ void copy16(uint32_t to, const void* from) {
@@ -122,5 +147,6 @@ __device__ __forceinline__ unsigned divide(unsigned a, unsigned b) {
     if (a - q * b >= b) ++q;
     return q;
 }
+__device__ __forceinline__ unsigned divide_up(unsigned a, unsigned b) { return divide(a + b - 1, b); }
 
 }  // namespace kivi::cuda::fast

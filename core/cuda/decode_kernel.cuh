@@ -38,7 +38,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
 #if defined(__CUDA_ARCH__) && KIVI_FRAGMENT_KERNELS
     static_assert(sizeof(SharedStorage<C>) <= 227 * 1024, "shared memory of a block");
     extern __shared__ __align__(128) uint8_t raw_shared[];
-    SharedStorage<C>& shared = *reinterpret_cast<SharedStorage<C>*>(raw_shared);
+    uint32_t base = shared_address(raw_shared);
+    asm volatile("" : "+r"(base));  // kept in a register: found anew in every turn of the loop, it takes its time there
+    SharedStorage<C>& shared = *static_cast<SharedStorage<C>*>(__cvta_shared_to_generic(base));
     // Neighbouring slices go to warps of one scheduler: where slices are unequal (or empty), the four schedulers still
     // get equal shares.
     const int lane = threadIdx.x & 31, worker = threadIdx.x >> 5, warp = worker % 4 * (C::kWarps / 4) + worker / 4;
@@ -54,32 +56,76 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     if (lane < 2) shared.deposits[warp + 16 * lane].segment = -1;
     if (C::kWarps < 16 && worker == 0 && (lane & 15) >= C::kWarps) shared.deposits[lane].segment = -1;
     if (threadIdx.x < 16) shared.ones[threadIdx.x] = 0x3C003C00u;
-    wait_for_earlier_kernels();
-    if (worker < 2) read_rows<C>(shared, p, worker, lane);
-    __syncthreads();
-
-    // Every warp finds its own place on the line.
-    const BlockPiece block = find_piece<C>(shared, p);
-    if (threadIdx.x == 0) shared.block = block;
-    const unsigned slice_begin = block.begin + block.weight * warp / C::kWarps;
-    const unsigned slice_end = block.begin + block.weight * (warp + 1) / C::kWarps;
-
-    if (slice_begin < slice_end) {
-        const Slice slice = find_slice<C>(shared, p, slice_begin, slice_end, lane);
-        if (lane == 0) shared.slices[warp] = slice;
+    // Every warp finds its own place on the line. Behind an attend it does so before that has ended, from what lengths
+    // and page tables say by then, and has L2 fetch the pages that it will read first: whatever is read so, is made into
+    // places in the pool, if old ones. It is read again when the kernels before have ended, and if it has changed, all is
+    // done anew. Behind other kernels there would be no time to gain, and the second reading to lose.
+    const bool guesses = p.guesses;
+    if (!guesses) wait_for_earlier_kernels();
+    BatchRow row{};  // of warps 0 and 1: row 32 worker + lane
+    PageEntry entry;
+    BlockPiece block;
+    unsigned slice_begin, slice_end;
+    int first_segment = -1;
+    Visit first_visit;
+    Seen seen;
+    RawQueries<C> queries;
+    bool asked = false;  // for the first visit's bytes
+#pragma unroll 1
+    for (bool again = false;; again = true) {
+        const int32_t table_block = entry.now();
+        bool moves = table_block != entry.block;
+        entry.block = table_block;
+        if (worker < 2) {
+            BatchRow now{};
+            if (32 * worker + lane < batch_rows) now = read_row<C>(p, 32 * worker + lane);
+            moves = moves || !same_pages<C>(p, row, now);
+            const bool differ = __any_sync(kAll, !row.same_tokens(now));
+            if (lane == 0) shared.rows_differ[worker] = differ;
+            row = now;
+        }
+        if (again) {
+            const bool moved = __syncthreads_or(moves) != 0;
+            if (!moved && !shared.rows_differ[0] && !shared.rows_differ[1]) break;
+            // A token more in the tail, as in most steps: visits to pages stay where they are.
+            const Visit first = planned<C>(shared, warp, 0);
+            asked = !moved && slice_begin < slice_end && first.segment >= 0 && info_kind(first.info) == kPageKind<C>;
+            if (asked && elected()) copy_visit<C>(shared, p, first, 0, false, warp);
+        }
+        if (worker < 2) {
+            shared.rows[32 * worker + lane] = row;
+            place_row<C>(shared, worker, lane, row.weight * kv_heads);
+        }
+        __syncthreads();
+        block = find_piece<C>(shared, p);
+        slice_begin = block.begin + block.weight * warp / C::kWarps;
+        slice_end = block.begin + block.weight * (warp + 1) / C::kWarps;
+        if (threadIdx.x == 0) shared.block = block;
+        const int guessed_segment = first_segment;
+        first_visit.segment = -1;
+        if (slice_begin < slice_end) {
+            const Slice slice = find_slice<C>(shared, p, slice_begin, slice_end, lane);
+            if (lane == 0) shared.slices[warp] = slice;
+            first_segment = slice.row < batch_rows ? segment_of(slice.row, slice.head) : 0;
+            first_visit = plan_visits<C>(shared, p, slice, 0, 32, warp, entry, seen);
+        }
+        if (guesses && !again) {
+            if (lane == 0 && first_visit.segment >= 0) prefetch_visit<C>(p, first_visit);
+            wait_for_earlier_kernels();
+        }
         // The first queries before the first pages: behind those of the block's other warps they would wait for
         // megabytes.
-        const int first_segment = slice.row < batch_rows ? segment_of(slice.row, slice.head) : 0;
-        RawQueries<C> queries;
-        Seen seen;
-        const Visit v = plan_visits<C>(shared, p, slice, 0, 32, warp, seen, [&] {
-            queries = fetch_queries<C>(p, shared, first_segment, 0, lane);
-        });
-        if (lane == 0 && v.segment >= 0) copy_visit<C>(shared, p, v, 0, false, warp);
+        if (first_segment != guessed_segment) queries = fetch_queries<C>(p, shared, first_segment, 0, lane);
+        if (again || !guesses) break;
+    }
+    if (slice_begin < slice_end) {
+        __syncwarp();
+        const Visit first = planned<C>(shared, warp, 0);
+        if (!asked && first.segment >= 0 && elected()) copy_visit<C>(shared, p, first, 0, false, warp);
         prepare_segment<C>(p, shared, queries, first_segment, warp, lane);
         if (lane == 0) {
             shared.seen[warp] = seen;
-            shared.from_start[warp] = info_first(v.info) && !p.clustered;  // a cluster's segment is merged at the end
+            shared.from_start[warp] = info_first(first_visit.info) && !p.clustered;  // a cluster's is merged at the end
             shared.next_run[warp] = slice_begin;
         }
     } else if (lane == 0) {
@@ -100,17 +146,19 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     __syncthreads();
     if (shared.block.weight == 0 && shared.block.segment < 0) return;
     // All first visits before anyone's second: warps that get their first one late finish late.
-    if (slice_begin < slice_end && lane > 0 && lane < C::kStages) {
-        const Visit& v = shared.plan[warp][lane];
-        if (v.segment >= 0) copy_visit<C>(shared, p, v, lane, true, warp);
+    static_assert(C::kStages == 2, "a second visit");
+    if (slice_begin < slice_end) {
+        const Visit second = planned<C>(shared, warp, 1);
+        if (second.segment >= 0 && elected()) copy_visit<C>(shared, p, second, 1, true, warp);
     }
 
     HeadState<C> state;
     KeyContext<C> key;
     int segment = -1;
+    Visit next = shared.plan[warp][0];
     for (unsigned visit = 0;; ++visit) {
         const int stage = visit % C::kStages, parity = visit / C::kStages % 2;
-        const int next_segment = shared.plan[warp][visit % 32].segment, info = shared.plan[warp][visit % 32].info;
+        const int next_segment = next.segment, info = next.info;
         if (next_segment != segment || next_segment < 0 || info_first(info)) {
             if (segment >= 0) {  // leave the old segment, or the run
                 const bool whole = shared.from_start[warp] && info_last(shared.plan[warp][(visit - 1) % 32].info);
@@ -176,11 +224,13 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         const unsigned wanted = visit + C::kStages;
         if (wanted % 16 == 0 && wanted >= 32) {
             Seen seen;
-            plan_visits<C>(shared, p, shared.slices[warp], wanted, 16, warp, seen, [] {});
+            PageEntry entry;
+            plan_visits<C>(shared, p, shared.slices[warp], wanted, 16, warp, entry, seen);
             __syncwarp();
         }
-        if (lane == 0) {
-            const Visit& v = shared.plan[warp][wanted % 32];
+        next = shared.plan[warp][(visit + 1) % 32];
+        if (elected()) {
+            const Visit v = planned<C>(shared, warp, wanted);
             if (v.segment >= 0) copy_visit<C>(shared, p, v, stage, true, warp);
         }
     }

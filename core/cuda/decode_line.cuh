@@ -27,6 +27,9 @@ struct alignas(16) BatchRow {
     int index, offset;       // where it lies in tensors: as a row of rank 4, behind so many tokens in rank 3
     unsigned weight;         // of each of its KV heads on the line
     int skip;                // visits to pages that no query sees any more, whole key groups
+    __device__ __forceinline__ bool same_tokens(const BatchRow& b) const {
+        return sequence == b.sequence && sink == b.sink && packed == b.packed && tail == b.tail;
+    }
     __device__ __forceinline__ int total() const { return sink + packed + tail; }
     // Tokens before the pages, and after them.
     template <class C>
@@ -72,6 +75,13 @@ struct Extent {
     }
 };
 
+// Whether visits to pages, at least, are the same and at the same places of the line.
+template <class C>
+__device__ __forceinline__ bool same_pages(const DecodeArgs& p, const BatchRow& a, const BatchRow& b) {
+    const Extent<C> x(p, a), y(p, b);
+    return a.sequence == b.sequence && a.packed == b.packed && a.skip == b.skip && x.windows == y.windows;
+}
+
 template <class C>
 __device__ __forceinline__ BatchRow read_row(const DecodeArgs& p, int r) {
     BatchRow row{};
@@ -94,14 +104,16 @@ __device__ __forceinline__ BatchRow read_row(const DecodeArgs& p, int r) {
         }
     }
     if (row.sequence >= 0) {
-        const int length = static_cast<int>(p.spans[row.sequence].length);
-        const int border = static_cast<int>(p.spans[row.sequence].key_border);
+        // Length and borders may be of different times (DecodeArgs::guesses): all parts are within the length anyway.
+        const Span* const span = p.spans + row.sequence;
+        const int length = static_cast<int>(load_fresh(&span->length));
+        const int border = static_cast<int>(load_fresh(&span->key_border));
         if constexpr (C::kPublished) {  // no sinks; keys are packed further than values
-            row.packed = static_cast<int>(p.spans[row.sequence].value_border);
-            row.sink = border - row.packed;
+            row.packed = min(static_cast<int>(load_fresh(&span->value_border)), length);
+            row.sink = min(max(border - row.packed, 0), length - row.packed);
         } else {
             row.sink = min(length, p.sink);
-            row.packed = max(border - p.sink, 0);
+            row.packed = min(max(border - p.sink, 0), length - row.sink);
         }
         row.tail = length - row.sink - row.packed;
         if (p.window_left >= 0) {
@@ -114,13 +126,9 @@ __device__ __forceinline__ BatchRow read_row(const DecodeArgs& p, int r) {
     return row;
 }
 
+// Pieces of the line for blocks: of one length, the first `remainder` longer by one; the line's end may cut the last.
 struct Partition {
-    unsigned quotient, remainder;  // of total weight / blocks
-    Partition() = default;
-    __device__ Partition(unsigned total, unsigned blocks) {
-        quotient = divide(total, blocks);
-        remainder = total - quotient * blocks;
-    }
+    unsigned quotient, remainder;
     __device__ unsigned begin(unsigned block) const { return block * quotient + min(block, remainder); }
     __device__ unsigned owner(unsigned place) const {
         const unsigned wide = remainder * (quotient + 1);
@@ -129,6 +137,10 @@ struct Partition {
         return in_wide ? number : remainder + number;
     }
 };
+__device__ __forceinline__ Partition equal_pieces(unsigned total, unsigned blocks) {
+    const unsigned quotient = divide(total, blocks);
+    return {quotient, total - quotient * blocks};
+}
 
 // Position with which visit i to the middle begins.
 template <class C>
@@ -136,19 +148,28 @@ __device__ __forceinline__ int middle_begin(const BatchRow& row, unsigned i) {
     return (row.packed / C::kWindowTokens + static_cast<int>(i)) * C::kWindowTokens;
 }
 
-// How many blocks share the work. A block's piece is at least as long as the heaviest visit, so at least one visit
-// begins in it. Where there is little work the merge over blocks counts: then blocks begin where segments of equal
-// length do, so that each has a part of one segment only, and segments of up to three visits a warp stay whole.
+// How blocks share the work. The warp with the most visits decides how long it takes. So they are cut into rounds, a
+// visit a warp, and no more blocks get some than as many rounds need: the others are the last ones, which get the
+// multiprocessors on which the kernel before ends last. A piece is at least as long as the heaviest visit, so at least
+// one visit begins in it (but for one that the line's end cuts). Where there is little work the merge over blocks counts:
+// then blocks begin where segments of equal length do, so that each has a part of one segment only, and segments of up to
+// three visits a warp stay whole.
 template <class C>
-__device__ __forceinline__ unsigned blocks_for(const DecodeArgs& p, unsigned total) {
-    constexpr unsigned kRound = C::kWarps * C::kVisitWeight;  // a visit a warp
+__device__ __forceinline__ Partition partition_of(const DecodeArgs& p, unsigned total) {
+    constexpr unsigned kRound = C::kWarps * C::kVisitWeight;
     const unsigned grid = gridDim.x, segments = p.batch_rows * p.kv_heads;
-    if (total == 0) return 0;
-    if (p.invariant) return min(grid, total);
+    if (total == 0) return {1, 0};
+    if (p.invariant) return equal_pieces(total, min(grid, total));
     const unsigned blocks = max(1u, min(grid, total / C::kMaxWeight));
-    if (segments > grid || total >= 4 * kRound * grid) return blocks;
-    if (total <= 3 * segments * kRound) return min(blocks, segments);
-    return blocks == grid ? p.equal_blocks : blocks;
+    if (segments <= grid && total < 4 * kRound * grid) {
+        if (total <= 3 * segments * kRound) return equal_pieces(total, min(blocks, segments));
+        if (p.segment_blocks > 0) {
+            const unsigned weight = divide_up(total, segments), rounds = divide_up(weight, p.segment_blocks * kRound);
+            return equal_pieces(total, min(blocks, segments * divide_up(weight, rounds * kRound)));
+        }
+    }
+    if (total < kRound * grid) return equal_pieces(total, blocks);
+    return {divide_up(total, grid * kRound) * kRound, 0};
 }
 
 // A warp's piece of the line.
@@ -186,6 +207,8 @@ __device__ __forceinline__ int segment_of(int row, int head) { return row << 16 
 __device__ __forceinline__ int row_of(int segment) { return segment >> 16; }
 __device__ __forceinline__ int head_of(int segment) { return segment & 0xFFFF; }
 enum Kind { kPage, kSink, kTail, kRows, kMiddle = kSink };  // kRows: a page of 16 bits; kMiddle: decode_middle.cuh
+template <class C>
+constexpr Kind kPageKind = C::kPlain ? kRows : kPage;
 __device__ __forceinline__ int info_valid(int i) { return i & 255; }         // tokens that exist
 __device__ __forceinline__ int info_left(int i) { return i >> 8 & 255; }     // to the sequence's end, at most 255
 __device__ __forceinline__ int info_kind(int i) { return i >> 16 & 3; }
@@ -196,6 +219,8 @@ __device__ __forceinline__ int info_straight(int i) { return i >> 22 & 31; }  //
 // Of the middle: tokens before its first one; which kWindowTokens of the block it has, in place of those that exist.
 __device__ __forceinline__ int info_hidden(int i) { return i >> 22 & 31; }
 __device__ __forceinline__ int info_part_of_block(int i) { return i & 255; }
+// Of a page: all of its tokens exist, and all rows see them.
+__device__ __forceinline__ bool info_whole(int i) { return i >> 30 & 1; }
 // How many of the first tokens the last query token does not see any more; at most 255, of rows 31.
 __device__ __forceinline__ int info_cut(int i) { return info_kind(i) == kPage ? i >> 22 & 255 : i >> 27 & 31; }
 // Number of the visit in its key group, where that is longer.

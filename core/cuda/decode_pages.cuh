@@ -214,9 +214,10 @@ __device__ __forceinline__ void visit_page(HeadState<C>& s, KeyContext<C>& key, 
                                            int lane) {
     constexpr int kRows = C::kThreadRows;
     const int row = lane >> 2, column = lane & 3;
-    const int valid = info_valid(info), open = open_tokens(p, info), cut = info_cut(info);
-    if (valid < C::kVisitTokens) clear_unused_parameters<C>(slot, valid, lane);
-    if (partly_seen(p, info)) set_params_apart<C>(s, p, slot, info, lane);
+    if (!info_whole(info)) {
+        if (info_valid(info) < C::kVisitTokens) clear_unused_parameters<C>(slot, info_valid(info), lane);
+        if (partly_seen(p, info)) set_params_apart<C>(s, p, slot, info, lane);
+    }
     if (!(C::kSharedParams && follows)) {
         key_min_terms<C>(s, shared, slot, warp, lane, key.term);
         if (!KeyContext<C>::kPerStep) scale_queries<C>(shared, slot, 0, warp, lane, key.scaled[0]);
@@ -265,7 +266,7 @@ __device__ __forceinline__ void visit_page(HeadState<C>& s, KeyContext<C>& key, 
             }
         }
         if (p.cap > 0.0f) cap_scores<C>(s, score, p);
-        if (open < kBlockTokens * (first + C::kStepBlocks) || cut > kBlockTokens * first) {
+        if (!info_whole(info)) {
 #pragma unroll
             for (int h = 0; h < kRows; ++h) {
                 const Visible sees(p, info, query_row<C>(h, column));

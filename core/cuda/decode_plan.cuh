@@ -24,23 +24,16 @@ __device__ __forceinline__ void touch_parameters(const DecodeArgs& p, int warp, 
     }
 }
 
-// Reads rows 32 half + lane and finds their places on the line; by one warp.
+// Finds the place of row r = 32 half + lane on the line; by one warp.
 template <class C>
-__device__ __forceinline__ void read_rows(SharedStorage<C>& shared, const DecodeArgs& p, int half, int lane) {
-    const int r = 32 * half + lane;
-    unsigned weight = 0;
-    if (r < p.batch_rows) {
-        const BatchRow row = read_row<C>(p, r);
-        shared.rows[r] = row;
-        weight = row.weight * p.kv_heads;
-    }
+__device__ __forceinline__ void place_row(SharedStorage<C>& shared, int half, int lane, unsigned weight) {
     unsigned end = weight;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
         const unsigned before = __shfl_up_sync(kAll, end, d);
         if (lane >= d) end += before;
     }
-    shared.row_begin[r] = end - weight;
+    shared.row_begin[32 * half + lane] = end - weight;
     if (lane == 31) shared.half_weight[half] = end;
 }
 
@@ -56,10 +49,10 @@ __device__ __forceinline__ BlockPiece find_piece(const SharedStorage<C>& shared,
         const unsigned begin = shared.row_begin[row] + (row < 32 ? 0 : shared.half_weight[0]) + head * weight;
         return {{}, begin + from, to - from, segment_of(row, head)};
     }
-    const unsigned total = shared.half_weight[0] + shared.half_weight[1], blocks = blocks_for<C>(p, total);
-    const Partition partition(total, max(blocks, 1u));
-    const unsigned weight = blockIdx.x < blocks ? partition.quotient + (blockIdx.x < partition.remainder) : 0;
-    return {partition, partition.begin(blockIdx.x), weight, -1};
+    const unsigned total = shared.half_weight[0] + shared.half_weight[1];
+    const Partition partition = partition_of<C>(p, total);
+    const unsigned begin = min(partition.begin(blockIdx.x), total), end = min(partition.begin(blockIdx.x + 1), total);
+    return {partition, begin, end - begin, -1};
 }
 
 // The slice from `begin` to `end`, begin inside the line. Its row is the number of rows if no visit begins there.
@@ -89,12 +82,19 @@ __device__ __forceinline__ Slice find_slice(const SharedStorage<C>& shared, cons
     return slice;
 }
 
+// An entry of a page table, or none.
+struct PageEntry {
+    const int32_t* at = nullptr;
+    int32_t block = 0;
+    __device__ __forceinline__ int32_t now() const { return at != nullptr ? load_fresh(at) : block; }
+};
+
 // Plans visits `from` .. `from` + `count` - 1 of a slice, one a lane: which segment, which part, where it lies in
-// memory. `meanwhile()` is done while the page table is read; `seen`: the lane's segment.
-template <class C, class Meanwhile>
+// memory. `entry`: the lane's entry of a page table, which is read unless it is that one already; `seen`: its segment.
+template <class C>
 __device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const DecodeArgs& p, const Slice& s,
-                                             unsigned from, int count, int warp, Seen& seen,
-                                             const Meanwhile& meanwhile) {
+                                             unsigned from, int count, int warp, PageEntry& entry,
+                                             Seen& seen) {
     int lane = threadIdx.x & 31;
     asm volatile("" : "+r"(lane));  // (as in visit_window)
     const unsigned kv_heads = p.kv_heads, batch_rows = p.batch_rows;
@@ -122,16 +122,13 @@ __device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const Dec
         e = Extent<C>(p, row);
     }
     begin += head * row.weight;
-    const bool is = lane < count && r < batch_rows && begin + e.place(i) < s.end;
+    const bool is = lane < count && r < batch_rows && i < e.visits && begin + e.place(i) < s.end;
     const int in_pages = (static_cast<int>(i - e.windows) + row.skip) * C::kVisitTokens;
-    int page = 0;
-    if (is && i >= e.windows) page = p.table[int64_t{row.sequence} * p.table_stride + in_pages / kPageTokens];
-    if constexpr (C::kPublished) {
-        if (is && i < e.sinks) {
-            page = p.table[int64_t{row.sequence} * p.table_stride + middle_begin<C>(row, i) / kPageTokens];
-        }
+    if (is && (i >= e.windows || (C::kPublished && i < e.sinks))) {
+        const int token = i >= e.windows ? in_pages : middle_begin<C>(row, i);
+        const int32_t* const at = p.table + int64_t{row.sequence} * p.table_stride + token / kPageTokens;
+        if (at != entry.at) entry = {at, load_fresh(at)};
     }
-    meanwhile();
     Visit v{nullptr, -1, 0};
     if (is) {
         v.segment = segment_of(r, head);
@@ -146,7 +143,7 @@ __device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const Dec
                 const unsigned value_rows = p.tail_rows + kMoreValueRows;
                 if (i < e.sinks) {
                     const int begin = middle_begin<C>(row, i), hidden = max(row.packed - begin, 0);
-                    v.source = Places(page, (begin + hidden) % value_rows).source();
+                    v.source = Places(entry.block, (begin + hidden) % value_rows).source();
                     v.info = begin % kBlockTokens / C::kWindowTokens | min(255, row.total() - begin) << 8 |
                              kMiddle << 16 | begin % kPageTokens / kBlockTokens << 18 | hidden << 22 |
                              cut(begin, 31) << 27 | flags;
@@ -172,16 +169,18 @@ __device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const Dec
                      cut(tail ? row.sink + row.packed + token : token, 31) << 27 | flags;
         } else if constexpr (C::kPlain) {
             const int valid = min(C::kWindowTokens, row.packed - in_pages);
-            v.source = p.pages + (int64_t{page} * kv_heads + head) * p.page_bytes +
+            v.source = p.pages + (int64_t{entry.block} * kv_heads + head) * p.page_bytes +
                        in_pages % kPageTokens * C::kRowBytes;
             v.info = valid | min(255, row.packed + row.tail - in_pages) << 8 | kRows << 16 | valid << 22 |
                      cut(row.sink + in_pages, 31) << 27 | flags;
         } else {
-            v.source = p.pages + (int64_t{page} * kv_heads + head) * p.page_bytes;
-            v.info = min(C::kVisitTokens, row.packed - in_pages) |
-                     min(255, row.packed + row.after<C>() - in_pages) << 8 | kPage << 16 |
-                     in_pages % kPageTokens / kBlockTokens << 18 | cut(row.before<C>() + in_pages, 255) << 22 |
-                     flags;
+            v.source = p.pages + (int64_t{entry.block} * kv_heads + head) * p.page_bytes;
+            const int valid = min(C::kVisitTokens, row.packed - in_pages),
+                      left = min(255, row.packed + row.after<C>() - in_pages),
+                      hidden = cut(row.before<C>() + in_pages, 255);
+            const bool whole = valid == C::kVisitTokens && left - p.unseen >= valid && hidden == 0;
+            v.info = valid | left << 8 | kPage << 16 | in_pages % kPageTokens / kBlockTokens << 18 | hidden << 22 |
+                     whole << 30 | flags;
         }
     }
     seen = {v.segment, begin, begin + e.place(e.visits - 1), begin + row.weight};
@@ -223,10 +222,23 @@ __device__ __forceinline__ void copy_published(const SharedStorage<C>& shared, c
                  places.values, rows, value_rows, bar);
 }
 
+// Calls use(place in the slot, address, bytes) for what a visit to a page consists of; parameters in front of other
+// codes may be left out.
+template <class C, class Use>
+__device__ __forceinline__ void for_each_piece(const DecodeArgs& p, const Visit& v, bool skip, const Use& use) {
+    const unsigned block = info_block(v.info), part = info_part<C>(v.info);
+    const unsigned group = block / C::kGroupBlocks * C::kGroupBytes;
+    const unsigned before = part == 0 ? 0 : C::kKeyParams + part * C::kVisitBlocks * C::kKeyCodes;  // in the group
+    const unsigned params = part == 0 ? 0 : C::kKeyParams;                                         // of these
+    if (part > 0 && !skip) use(0, v.source + group, C::kKeyParams);
+    use(params, v.source + (group + before), C::kKeyBytes - params);
+    use(C::kKeyBytes, v.source + (unsigned(p.value_offset) + block * C::kValueBlock), C::kValueBytes);
+}
+
 // Asks for a visit's bytes; by one lane. A visit that follows one to the same key group does not need its parameters
 // again.
 template <class C>
-__device__ __forceinline__ void copy_visit(SharedStorage<C>& shared, const DecodeArgs& p, const Visit& v, int stage,
+__device__ __forceinline__ void copy_visit(SharedStorage<C>& shared, const DecodeArgs& p, Visit v, int stage,
                                            bool follows, int warp) {
     const uint32_t to = shared_address(shared.ring[warp][stage]), bar = shared_address(&shared.full[warp][stage]);
     if constexpr (C::kPublished) {
@@ -250,18 +262,32 @@ __device__ __forceinline__ void copy_visit(SharedStorage<C>& shared, const Decod
         }
         return;
     }
-    const int block = info_block(v.info), part = info_part<C>(v.info);
-    const uint8_t* const group = v.source + block / C::kGroupBlocks * C::kGroupBytes;
-    const bool skip = part > 0 && follows;
+    const bool skip = info_part<C>(v.info) > 0 && follows;
     barrier_expect(bar, skip ? C::kVisitBytes - C::kKeyParams : C::kVisitBytes);
-    if (part == 0) {
-        bulk_copy(to, group, C::kKeyBytes, bar);
-    } else {
-        if (!skip) bulk_copy(to, group, C::kKeyParams, bar);
-        bulk_copy(to + C::kKeyParams, group + C::kKeyParams + part * C::kVisitBlocks * C::kKeyCodes,
-                  C::kKeyBytes - C::kKeyParams, bar);
+    for_each_piece<C>(p, v, skip, [&](int at, const uint8_t* from, uint32_t bytes) {
+        bulk_copy(to + at, from, bytes, bar);
+    });
+}
+
+// A visit of the warp's plan, read at once.
+template <class C>
+__device__ __forceinline__ Visit planned(const SharedStorage<C>& shared, int warp, unsigned number) {
+    const uint4 words = *reinterpret_cast<const uint4*>(&shared.plan[warp][number % 32]);
+    Visit v;
+    memcpy(&v, &words, sizeof v);
+    return v;
+}
+
+// Has a visit to a page in L2 when it is asked for.
+template <class C>
+__device__ __forceinline__ void prefetch_visit(const DecodeArgs& p, const Visit& v) {
+    if constexpr (C::kPlain) {
+        if (info_kind(v.info) != kRows) return;
+        bulk_prefetch(v.source, info_valid(v.info) * C::kRowBytes);
+        bulk_prefetch(v.source + p.value_offset, info_valid(v.info) * C::kRowBytes);
+    } else if (info_kind(v.info) == kPage) {
+        for_each_piece<C>(p, v, false, [](int, const uint8_t* from, uint32_t bytes) { bulk_prefetch(from, bytes); });
     }
-    bulk_copy(to + C::kKeyBytes, v.source + p.value_offset + block * C::kValueBlock, C::kValueBytes, bar);
 }
 
 }  // namespace kivi::cuda::fast
