@@ -133,6 +133,12 @@ __device__ __forceinline__ void copy4(uint32_t to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Such copies of a thread in groups: of all but the last LEFT groups.
+__device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void wait_for_groups() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
 // Shared memory that threads have written and the copy engine writes next.
 __device__ __forceinline__ void hand_to_copies() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -6,8 +6,9 @@
 //                             |- window blocks, 1 -|----- page blocks ----------|- window blocks, 2 -|
 //                                                  ^ first whole group of new tokens
 //
-// Blocks share the windows, and then the pages of a row's heads, keys and values of each apart. Warps have 32 tokens of a
-// page. Slots of the ring are reused by 2, so one block does 1 and 2 of a head, or several do 2 where there is no 1.
+// Blocks share the windows, and then the pages of a row's heads, keys and values of each apart. Warps have 32 tokens of
+// a page. Slots of the ring are reused by 2, so one block does 1 and 2 of a head, or several do 2 where there is no 1.
+// Keys with query-aware rounding are packed before, ring and all, by a kernel of their own.
 //
 // Compiled without contraction: every code is that of core/format.
 #include "cuda/pack.h"
@@ -16,34 +17,71 @@
 #include "cuda/device.h"
 #include "cuda/pack_nearest.cuh"
 #include "cuda/pack_query_aware.cuh"
-#include "cuda/write_head.cuh"
+#include "cuda/pack_transform.cuh"
+#include "cuda/write_plan.cuh"
 
 namespace kivi::cuda {
 namespace {
 
-static_assert(kPackThreads == kWriteThreads);
 constexpr int kWindowShares = 8;  // of a head's windows of keys or of values
 
-// Positions that are packed straight from the caller's rows: whole groups of new tokens. Under the published schedule
-// some of a block of values may follow.
-struct Fresh {
+// Tokens count from S here, the first slot of the first page of a sequence.
+struct Tokens {
     int64_t begin, end;
 };
-__device__ Fresh fresh_tokens(const Step& step, const TensorStore& store) {
+__device__ __forceinline__ Tokens moved_tokens(const Step& step, const TensorStore& store) {
     const int64_t sink = store.windows.sink;
-    const int64_t unit = store.part == Part::key ? store.spec().group : kBlockTokens;
-    const int64_t end = tail_begin(store.windows, step.after, store.part);
-    const int64_t first = max(tail_begin(store.windows, step.before, store.part), step.before.length);
-    const int64_t begin = sink + (first - sink + unit - 1) / unit * unit;
-    const int64_t whole = sink + last_multiple(unit, end - sink);
-    return begin <= whole ? Fresh{begin, whole} : Fresh{end, end};
+    return {tail_begin(store.windows, step.before, store.part) - sink,
+            tail_begin(store.windows, step.after, store.part) - sink};
+}
+// Those that are packed straight from the caller's rows: whole groups of new tokens. Under the published schedule some
+// of a block of values may follow.
+template <int UNIT>
+__device__ __forceinline__ Tokens fresh_tokens(const Step& step, const TensorStore& store) {
+    const Tokens moved = moved_tokens(step, store);
+    const auto first = static_cast<uint64_t>(max(moved.begin, step.before.length - store.windows.sink));
+    const auto begin = static_cast<int64_t>((first + UNIT - 1) / UNIT * UNIT);
+    const auto end = static_cast<int64_t>(static_cast<uint64_t>(moved.end) / UNIT * UNIT);
+    return begin <= end ? Tokens{begin, end} : Tokens{moved.end, moved.end};
 }
 
-// The pages that new tokens of a row are packed into, for one tensor. Tokens count from the first slot of the first page.
+// Where the caller's row of a token stands, for head 0.
+__device__ __forceinline__ const uint8_t* row_of_token(const View& input, const RowArg& row, const Step& step,
+                                                       const TensorStore& store, int64_t token) {
+    const int64_t number = store.windows.sink + token - step.before.length;
+    return static_cast<const uint8_t*>(input.data) +
+           2 * (input.origin(row.index, row.offset) + number * input.token_stride);
+}
+
+// The rows of 32 tokens of a head: those before `fresh` stand in the ring, from `slot` on.
+struct TileRows {
+    const uint8_t *ring, *rows;
+    int64_t stride, row_bytes;
+    int slot, slots, fresh;
+    __device__ __forceinline__ TileRows(const TensorStore& store, const View& input, int head, const RowArg& row,
+                                        const Step& step, int64_t token)
+        : ring(store.tail_row(row.sequence, head, store.windows.sink)),
+          rows(row_of_token(input, row, step, store, token) + 2 * head * input.head_stride),
+          stride(2 * input.token_stride),
+          row_bytes(store.row_bytes()),
+          slot(static_cast<int>(token % store.tail_rows)),
+          slots(static_cast<int>(store.tail_rows)),
+          fresh(static_cast<int>(
+              min(max(step.before.length - store.windows.sink - token, int64_t{0}), int64_t{kBlockTokens}))) {}
+    __device__ __forceinline__ const uint8_t* at(int number) const {
+        const int place = slot + number;
+        if (number < fresh) return ring + (place < slots ? place : place - slots) * row_bytes;
+        return rows + number * stride;
+    }
+    __device__ __forceinline__ const uint8_t* operator()(int first, int further) const { return at(first + further); }
+};
+
+// The pages that new tokens of a row are packed into, for one tensor. Tokens count from the first slot of the first
+// page.
 struct Pages {
-    const uint8_t* rows;  // of the caller: head 0, token 0
+    const uint8_t* rows;                 // of the caller: head 0, token 0
     uint32_t token_stride, head_stride;  // bytes
-    int32_t begin, end;   // tokens that are packed
+    int32_t begin, end;                  // tokens that are packed
     uint8_t* pages;
     bool rotated;
     __device__ __forceinline__ const uint8_t* at(int head, int token) const {
@@ -59,45 +97,50 @@ struct Work {
     Pages parts[2];  // of keys, of values
     int64_t first_page;
     int32_t pages;
+    // Tokens that are packed, and those of them that are packed straight from the caller's rows.
+    __device__ __forceinline__ Tokens moved(bool of_keys, const Layer& layer) const {
+        return moved_tokens(step, of_keys ? layer.key : layer.value);
+    }
+    __device__ __forceinline__ Tokens fresh(bool of_keys) const {
+        const int64_t first = first_page * kPageTokens;
+        return {first + parts[of_keys ? 0 : 1].begin, first + parts[of_keys ? 0 : 1].end};
+    }
 };
 
-__device__ int part_index(const TensorStore& store) { return store.part == Part::key ? 0 : 1; }
-__device__ Fresh fresh_of(const TensorStore& store, const Work& work) {
-    const int64_t first = store.windows.sink + work.first_page * kPageTokens;
-    const Pages& part = work.parts[part_index(store)];
-    return {first + part.begin, first + part.end};
-}
-
-__device__ Pages pages_of(const TensorStore& store, const View& input, const Fresh& fresh, const Work& work) {
-    const int64_t first = store.windows.sink + work.first_page * kPageTokens;
-    const int64_t at = input.origin(work.row.index, work.row.offset) +
-                       (first - work.step.before.length) * input.token_stride;
-    return {static_cast<const uint8_t*>(input.data) + 2 * at, static_cast<uint32_t>(2 * input.token_stride),
+__device__ __forceinline__ Pages pages_of(const TensorStore& store, const View& input, const Tokens& fresh,
+                                          const RowArg& row, const Step& step, int64_t first_page) {
+    const int64_t first = first_page * kPageTokens;
+    return {row_of_token(input, row, step, store, first), static_cast<uint32_t>(2 * input.token_stride),
             static_cast<uint32_t>(2 * input.head_stride), static_cast<int32_t>(fresh.begin - first),
             static_cast<int32_t>(fresh.end - first), store.pages + store.part_offset, store.rotated()};
 }
 
+// The row and what happens to it, for one thread of a block. False if there is nothing to do.
+__device__ __forceinline__ bool find_step(const WriteArgs& args, RowArg& row, Step& step) {
+    row = row_of(args.batch, blockIdx.z);
+    if (row.count == 0) return false;
+    step = plan(args, row);
+    if (!step.possible) args.layer.full[row.sequence] = 1;
+    return step.possible;
+}
+
 // False if this block has nothing to do with the row.
-__device__ bool find_work(const WriteArgs& args, Work& work) {
-    if (threadIdx.x == 0) {
-        const TensorStore& key = args.layer.key;
-        const TensorStore& value = args.layer.value;
-        work.row = row_of(args.batch, blockIdx.z);
-        work.step.possible = false;
-        if (work.row.count > 0) {
-            work.step = plan(args, work.row);
-            if (work.step.possible) {
-                const Fresh k = fresh_tokens(work.step, key), v = fresh_tokens(work.step, value);
-                const int64_t sink = key.windows.sink;
-                work.first_page = (min(k.begin, v.begin) - sink) / kPageTokens;
-                work.pages = static_cast<int32_t>((max(k.end, v.end) - sink + kPageTokens - 1) / kPageTokens -
-                                                  work.first_page);
-                work.parts[0] = pages_of(key, args.k, k, work);
-                work.parts[1] = pages_of(value, args.v, v, work);
-            } else {
-                args.layer.full[work.row.sequence] = 1;
-            }
+template <class C>
+__device__ __forceinline__ bool find_work(const WriteArgs& args, Work& work) {
+    const int part = threadIdx.x / kWarp;
+    if (part < 2 && threadIdx.x % kWarp == 0) {  // a thread for keys, and one for values
+        RowArg row;
+        Step step;
+        if (find_step(args, row, step)) {
+            const Tokens k = fresh_tokens<C::kKeyGroup>(step, args.layer.key);
+            const Tokens v = fresh_tokens<kBlockTokens>(step, args.layer.value);
+            const auto first_page = static_cast<uint64_t>(min(k.begin, v.begin)) / kPageTokens;
+            const auto end = static_cast<uint64_t>(max(k.end, v.end) + kPageTokens - 1) / kPageTokens;
+            work.parts[part] = part == 0 ? pages_of(args.layer.key, args.k, k, row, step, first_page)
+                                         : pages_of(args.layer.value, args.v, v, row, step, first_page);
+            if (part == 0) work.first_page = first_page, work.pages = static_cast<int32_t>(end - first_page);
         }
+        if (part == 0) work.row = row, work.step = step;
     }
     __syncthreads();
     return work.step.possible;
@@ -108,18 +151,8 @@ __device__ void arrive(const WriteArgs& args, const Work& work, unsigned blocks)
     if (threadIdx.x == 0) move_on(args.layer, work.row.sequence, work.step.after, blocks);
 }
 
-// Positions begin .. end - 1 to their pages, from the ring or new. By one block.
-template <int STRIPES>
-__device__ __noinline__ void pack_few(const WriteArgs& args, const TensorStore& store, const View& input, int head,
-                                      const Work& work, int64_t begin, int64_t end) {
-    HeadWriter<STRIPES, FragmentOrder> writer(args, work.row, work.step, store, input, head);
-    writer.pack(begin, end, 0, 1);
-    writer.count_saturated();
-    __syncthreads();
-}
-
-// New rows of the positions begin .. end - 1 to slots of a window, from `slot` on and round after `slots` of them. Warps of
-// several blocks share them.
+// New rows of the positions begin .. end - 1 to slots of a window, from `slot` on and round after `slots` of them.
+// Warps of several blocks share them.
 struct WindowRows {
     int64_t begin, end;
     uint8_t* window;
@@ -156,35 +189,6 @@ __device__ __forceinline__ int store_rows(const WindowRows& to, const View& inpu
     return saturated;
 }
 
-// One of kWindowShares of a head's windows. Returns how many rows have left the range of their type, in every lane.
-template <class P, int DIM>
-__device__ __forceinline__ int write_windows(const WriteArgs& args, const TensorStore& store,
-                                             const View& input, int head, int share, const Work& work) {
-    const Fresh fresh = fresh_of(store, work);
-    const int64_t packed = tail_begin(store.windows, work.step.before, store.part);
-    const int64_t packs = tail_begin(store.windows, work.step.after, store.part);
-    const bool from_ring = packed < fresh.begin;
-    const int shares = from_ring ? 1 : kWindowShares;
-    if (share >= shares) return 0;
-    if (from_ring) pack_few<stripes(DIM)>(args, store, input, head, work, packed, fresh.begin);
-    if (share == 0 && fresh.end < packs) pack_few<stripes(DIM)>(args, store, input, head, work, fresh.end, packs);
-    const int64_t begin = work.step.before.length, end = work.step.after.length, sink = store.windows.sink;
-    const int64_t tail = max(begin, packs);
-    const int slots = static_cast<int>(store.tail_rows);
-    const int warp = share * kPackWarps + threadIdx.x / kWarp, warps = shares * kPackWarps;
-    const int32_t sequence = work.row.sequence;
-    const WindowRows to[2] = {
-        {begin, min(end, sink), store.sink_row(sequence, head, 0), static_cast<int>(begin), static_cast<int>(sink)},
-        {tail, end, store.tail_row(sequence, head, sink), static_cast<int>((tail - sink) % slots), slots}};
-    int saturated = 0;
-#pragma unroll 1
-    for (int which = 0; which < 2; ++which) {
-        const WindowRows rows = which == 0 ? to[0] : to[1];
-        saturated += store_rows<P, DIM>(rows, input, store.rotated(), head, work, warp, warps);
-    }
-    return saturated;
-}
-
 __device__ __forceinline__ void count_clamped(const Layer& layer, int rows) {
     if (lane() == 0 && rows > 0) atomicAdd(layer.saturated, static_cast<unsigned long long>(rows));
 }
@@ -193,10 +197,14 @@ __device__ __forceinline__ void count_clamped(const Layer& layer, int rows) {
 template <bool BF16, int DIM, int KEY_BITS, int VALUE_BITS, int KEY_GROUP, int VALUE_GROUP>
 struct PackConfig {
     using P = Pairs<BF16>;
-    static constexpr int kDim = DIM, kKeyBits = KEY_BITS, kValueBits = VALUE_BITS;
-    static constexpr int kKeyGroup = KEY_GROUP, kValueGroups = DIM / VALUE_GROUP;
-    static constexpr int kBlocks = DIM > 128 ? 2 : 4;  // a multiprocessor
-    static constexpr bool kAware = DIM <= 128;         // query-aware rounding has room
+    [[maybe_unused]] static constexpr int kDim = DIM, kKeyBits = KEY_BITS, kValueBits = VALUE_BITS;
+    [[maybe_unused]] static constexpr int kKeyGroup = KEY_GROUP, kValueGroups = DIM / VALUE_GROUP;
+    [[maybe_unused]] static constexpr int kBlocks = DIM > 128 ? 2 : 4;  // a multiprocessor
+    // Whether there are layers of the published schedule, which moves the border of values token by token.
+#define KIVI_IS(_, D, K, V, KG, VG, ...) \
+    || (DIM == D && KEY_BITS == K && VALUE_BITS == V && KEY_GROUP == KG && VALUE_GROUP == VG)
+    [[maybe_unused]] static constexpr bool kPublished = false KIVI_DECODE_PUBLISHED(KIVI_IS, _);
+#undef KIVI_IS
 };
 
 // Of a block.
@@ -212,6 +220,82 @@ struct PackShared {
     typename KeyExtremes<typename C::P, C::kDim>::Shared extremes[kExtremes];
 };
 
+// Packs a warp's tile, of which rows from `fresh` on are the caller's; of values only tokens begin .. end - 1. Returns
+// how many rows have left the range of their type, in every lane.
+template <class C>
+__device__ __forceinline__ int pack_tile(PackShared<C>& shared, int turn, bool of_keys, bool rotated, int fresh,
+                                         uint8_t* part, int begin = 0, int end = kBlockTokens) {
+    using P = typename C::P;
+    const int warp = threadIdx.x / kWarp;
+    Tile<C::kDim>& tile = shared.tiles[warp];
+    auto& groups = shared.groups[warp];
+    const int clamped_rows = rotated ? transform<P>(tile, lane(), fresh, end) : 0;
+    if (of_keys) {
+        pack_keys<P, C::kKeyBits, C::kDim, C::kKeyGroup>(tile, groups.keys, shared.extremes[turn], part, warp);
+    } else {
+        pack_values<P, C::kValueBits, C::kDim, C::kValueGroups>(tile, groups.values, part, warp, begin, end);
+    }
+    return clamped_rows;
+}
+
+// A head's tokens that are not packed by pages: what the ring holds and what is new up to the first whole group, or
+// what follows the last whole one. By one block.
+template <class C>
+__device__ __forceinline__ void pack_few(PackShared<C>& shared, const WriteArgs& args, const Work& work, bool of_keys,
+                                         int head, const Tokens& tokens) {
+    const TensorStore& store = of_keys ? args.layer.key : args.layer.value;
+    const View& input = of_keys ? args.k : args.v;
+    int clamped_rows = 0, turn = 0;
+#pragma unroll 1
+    for (int64_t page = tokens.begin / kPageTokens; page * kPageTokens < tokens.end; ++page) {
+        const int64_t token = page * kPageTokens + threadIdx.x / kWarp * kBlockTokens;
+        if (token + kBlockTokens > tokens.begin && token < tokens.end) {
+            const int begin = C::kPublished ? static_cast<int>(max(tokens.begin - token, int64_t{0})) : 0;
+            const int end =
+                C::kPublished ? static_cast<int>(min(tokens.end - token, int64_t{kBlockTokens})) : kBlockTokens;
+            const TileRows rows(store, input, head, work.row, work.step, token);
+            shared.tiles[threadIdx.x / kWarp].fetch(lane(), [&](int first, int further) {
+                return rows.at(min(max(first + further, begin), end - 1));  // no rows but those
+            });
+            clamped_rows += pack_tile(shared, turn, of_keys, store.rotated(), max(rows.fresh, begin),
+                                      store.page(args.layer.block(work.row.sequence, page), head), begin, end);
+        }
+        turn = (turn + 1) % PackShared<C>::kExtremes;
+        __syncwarp();
+    }
+    count_clamped(args.layer, clamped_rows);
+    __syncthreads();
+}
+
+// One of `shares` of a head's windows.
+struct Share {
+    bool of_keys;
+    int head, number;
+    __device__ __forceinline__ explicit Share(int among_all)
+        : of_keys(among_all % 2 == 0), head(among_all / 2 / kWindowShares), number(among_all / 2 % kWindowShares) {}
+};
+template <class C>
+__device__ __forceinline__ void write_windows(const WriteArgs& args, const Work& work, const Share& share, int shares) {
+    const TensorStore& store = share.of_keys ? args.layer.key : args.layer.value;
+    const View& input = share.of_keys ? args.k : args.v;
+    const int head = share.head;
+    const int64_t begin = work.step.before.length, end = work.step.after.length, sink = store.windows.sink;
+    const int64_t tail = max(begin, sink + moved_tokens(work.step, store).end);
+    const int slots = static_cast<int>(store.tail_rows);
+    const int warp = share.number * kPackWarps + threadIdx.x / kWarp, warps = shares * kPackWarps;
+    const int32_t sequence = work.row.sequence;
+    const WindowRows to[2] = {
+        {begin, min(end, sink), store.sink_row(sequence, head, 0), static_cast<int>(begin), static_cast<int>(sink)},
+        {tail, end, store.tail_row(sequence, head, sink), static_cast<int>((tail - sink) % slots), slots}};
+    int clamped_rows = 0;
+#pragma unroll 1
+    for (int which = 0; which < 2; ++which) {
+        const WindowRows rows = which == 0 ? to[0] : to[1];
+        clamped_rows += store_rows<typename C::P, C::kDim>(rows, input, store.rotated(), head, work, warp, warps);
+    }
+    count_clamped(args.layer, clamped_rows);
+}
+
 // A page of keys or of values, as a warp comes to it.
 template <class C>
 struct PageTask {
@@ -220,9 +304,10 @@ struct PageTask {
     const uint8_t* rows;
     int32_t block;
 
-    __device__ __forceinline__ void find(const Work& work, const int32_t* blocks, bool with_keys) {
+    // Of two that follow each other the first is of keys, or the second if they are `flipped`.
+    __device__ __forceinline__ void find(const Work& work, const int32_t* blocks, bool with_keys, bool flipped) {
         const int page = with_keys ? index / 2 : index, token = page * kPageTokens + threadIdx.x / kWarp * kBlockTokens;
-        of_keys = with_keys && index % 2 == 0;
+        of_keys = with_keys && (index % 2 != 0) == flipped;
         const Pages& part = work.parts[of_keys ? 0 : 1];
         active = page < work.pages && token >= part.begin && token < part.end;
         if (!active) return;
@@ -231,45 +316,34 @@ struct PageTask {
     }
 };
 
-// Packs this block's share of a row's pages; those of keys only if `with_keys`. Its first is number `number`, and others
-// follow gridDim.x apart.
+// Packs this block's share of a row's pages; those of keys only if `with_keys`. Its first is number `number`, and
+// others follow gridDim.x apart. A block has keys and values by turns, since they take longer or shorter.
 template <class C>
 __device__ __forceinline__ void pack_pages(PackShared<C>& shared, const WriteArgs& args, const Work& work,
                                            bool with_keys, int number) {
-    using P = typename C::P;
-    const int heads = args.layer.key.heads, warp = threadIdx.x / kWarp, lane = kivi::cuda::lane();
+    const int heads = args.layer.key.heads;
     const int ends = with_keys ? 2 * work.pages : work.pages;
     const int32_t* const blocks = args.layer.table + work.row.sequence * args.layer.table_stride + work.first_page;
     const auto page_bytes = static_cast<uint32_t>(args.layer.key.page_bytes);
-    Tile<C::kDim>& tile = shared.tiles[warp];
-    auto& groups = shared.groups[warp];
     const int index_step = gridDim.x / heads, head_step = gridDim.x % heads;
+    const bool flips = index_step % 2 == 0 && head_step == 0;
+    bool flipped = false;
     int clamped_rows = 0, turn = 0;
     PageTask<C> task;
     task.index = number / heads, task.head = number % heads;
-    task.find(work, blocks, with_keys);
+    task.find(work, blocks, with_keys, flipped);
 #pragma unroll 1
     while (task.index < ends) {
         const Pages& part = work.parts[task.of_keys ? 0 : 1];
-        if (task.active) tile.fetch(task.rows, part.token_stride, lane);
-        end_copy_group();
+        if (task.active) shared.tiles[threadIdx.x / kWarp].fetch(lane(), task.rows, part.token_stride);
         PageTask<C> next = task;
         next.index += index_step, next.head += head_step;
         if (next.head >= heads) next.head -= heads, ++next.index;
-        next.find(work, blocks, with_keys);
+        flipped = flipped != flips;
+        next.find(work, blocks, with_keys, flipped);
         uint8_t* const to = part.pages + uint64_t{page_bytes} * static_cast<uint32_t>(task.block * heads + task.head);
-        wait_for_copies<0>();
-        __syncwarp();
-        if (task.active) {
-            if (part.rotated) clamped_rows += transform<P>(tile, lane);
-            if (task.of_keys) {
-                pack_keys<P, C::kKeyBits, C::kDim, C::kKeyGroup>(tile, groups.keys, shared.extremes[turn], to,
-                                                                          warp);
-                turn = (turn + 1) % PackShared<C>::kExtremes;
-            } else {
-                pack_values<P, C::kValueBits, C::kDim, C::kValueGroups>(tile, groups.values, to, warp);
-            }
-        }
+        if (task.active) clamped_rows += pack_tile(shared, turn, task.of_keys, part.rotated, 0, to);
+        if (task.of_keys) turn = (turn + 1) % PackShared<C>::kExtremes;
         __syncwarp();
         task = next;
     }
@@ -283,18 +357,30 @@ __global__ void __launch_bounds__(kPackThreads, C::kBlocks)
 #if KIVI_FRAGMENT_KERNELS
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ Work work;
-    if (!find_work(args, work)) return;
+    auto& shared = *reinterpret_cast<PackShared<C>*>(memory);
+    if (!find_work<C>(args, work)) return;
     const int shares = 2 * args.layer.key.heads * kWindowShares;
+#pragma unroll 1
+    for (int number = blockIdx.x; number < shares; number += gridDim.x) {
+        const Share share(number);
+        if (share.number > 0 || (share.of_keys && !with_keys)) continue;
+        const Tokens moved = work.moved(share.of_keys, args.layer), fresh = work.fresh(share.of_keys);
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i) {
+            const Tokens few = i == 0 ? Tokens{moved.begin, fresh.begin} : Tokens{fresh.end, moved.end};
+            if (few.begin < few.end) pack_few(shared, args, work, share.of_keys, share.head, few);
+        }
+    }
     int number = blockIdx.x;
 #pragma unroll 1
     for (; number < shares; number += gridDim.x) {
-        const bool key = number % 2 == 0;
-        count_clamped(args.layer, write_windows<typename C::P, C::kDim>(
-            args, key ? args.layer.key : args.layer.value, key ? args.k : args.v, number / 2 / kWindowShares,
-            number / 2 % kWindowShares, work));
-        __syncthreads();
+        const Share share(number);
+        const bool from_ring = (with_keys || !share.of_keys) &&
+                               work.moved(share.of_keys, args.layer).begin < work.fresh(share.of_keys).begin;
+        const int count = from_ring ? 1 : kWindowShares;
+        if (share.number < count) write_windows<C>(args, work, share, count);
     }
-    pack_pages<C>(*reinterpret_cast<PackShared<C>*>(memory), args, work, with_keys, number - shares);
+    pack_pages<C>(shared, args, work, with_keys, number - shares);
     __syncthreads();
     arrive(args, work, gridDim.x);
 #endif
@@ -302,22 +388,33 @@ __global__ void __launch_bounds__(kPackThreads, C::kBlocks)
 
 // Pages of keys with query-aware rounding; pack_kernel does the rest. Grid: x pages of heads, z rows of the batch.
 template <class P, int BITS, int DIM, int GROUP>
-__global__ void __launch_bounds__(kPackThreads, 2) pack_aware_kernel(const __grid_constant__ WriteArgs args) {
+__global__ void __launch_bounds__(AwareShared<P, DIM>::kThreads, DIM > 128 ? 1 : 2)
+    pack_aware_kernel(const __grid_constant__ WriteArgs args) {
 #if KIVI_FRAGMENT_KERNELS
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ Work work;
     auto& shared = *reinterpret_cast<AwareShared<P, DIM>*>(memory);
     const TensorStore& store = args.layer.key;
     const int head = blockIdx.x % store.heads;
-    if (!find_work(args, work)) return;
-    const int page = blockIdx.x / store.heads, token = page * kPageTokens;
-    if (page >= work.pages) return;
+    if (threadIdx.x == 0) {
+        RowArg row;
+        Step step;
+        find_step(args, row, step);
+        work.row = row, work.step = step;
+    }
+    __syncthreads();
+    if (!work.step.possible) return;
+    const Tokens moved = moved_tokens(work.step, store);
+    const int64_t page = moved.begin / kPageTokens + blockIdx.x / store.heads;
+    const int64_t token = page * kPageTokens + threadIdx.x / kWarp % kPackWarps * kBlockTokens;
+    if (page * kPageTokens >= moved.end) return;
     fetch_tables(shared, args.layer.feedback, head);
-    const Pages& part = work.parts[0];
+    const bool active = token >= moved.begin && token < moved.end;
+    const TileRows rows(store, args.k, head, work.row, work.step, token);
+    if (active && threadIdx.x < kPackThreads) shared.tiles[threadIdx.x / kWarp].fetch(lane(), rows);
     const int clamped_rows = pack_keys_aware<P, BITS, DIM, GROUP>(
-        shared, part.rotated, part.at(head, token), part.token_stride, max(part.begin - token, 0),
-        min(part.end - token, kPageTokens),
-        store.page(args.layer.block(work.row.sequence, work.first_page + page), head));
+        shared, args.layer.feedback.weights + head * panel_floats(DIM), active, store.rotated(), rows.fresh,
+        store.page(args.layer.block(work.row.sequence, page), head));
     count_clamped(args.layer, clamped_rows);
 #endif
 }
@@ -330,13 +427,13 @@ bool with_config(const Layer& layer, const Visit& visit) {
     const kivi_spec& v = layer.value.spec();
     const int dim = layer.key.dim, group = v.group == KIVI_GROUP_HEAD ? dim : v.group;
     const bool bf16 = layer.key.window_dtype == KIVI_BF16;
-#define KIVI_VISIT_PACK(BF16, DIM, KEY_BITS, VALUE_BITS, KEY_GROUP, VALUE_GROUP, ...)                                     \
-    if constexpr (KEY_BITS < 16) {                                                                                       \
-        if (bf16 == BF16 && dim == DIM && k.bits == KEY_BITS && v.bits == VALUE_BITS && k.group == KEY_GROUP &&          \
-            group == VALUE_GROUP) {                                                                                      \
-            visit(PackConfig<BF16, DIM, KEY_BITS, VALUE_BITS, KEY_GROUP, VALUE_GROUP>{});                                \
-            return true;                                                                                                 \
-        }                                                                                                                \
+#define KIVI_VISIT_PACK(BF16, DIM, KEY_BITS, VALUE_BITS, KEY_GROUP, VALUE_GROUP, ...)                           \
+    if constexpr (KEY_BITS < 16) {                                                                              \
+        if (bf16 == BF16 && dim == DIM && k.bits == KEY_BITS && v.bits == VALUE_BITS && k.group == KEY_GROUP && \
+            group == VALUE_GROUP) {                                                                             \
+            visit(PackConfig<BF16, DIM, KEY_BITS, VALUE_BITS, KEY_GROUP, VALUE_GROUP>{});                       \
+            return true;                                                                                        \
+        }                                                                                                       \
     }
     KIVI_DECODE_INSTANCES(KIVI_VISIT_PACK)
 #undef KIVI_VISIT_PACK
@@ -347,16 +444,13 @@ bool with_config(const Layer& layer, const Visit& visit) {
 bool plain(const View& view, const TensorStore& store) {
     const auto fits = [](int64_t elements) { return elements >= 0 && elements < int64_t{1} << 30; };
     return view.dtype == store.window_dtype && store.window_dtype != KIVI_F32 && store.order.order == Order::fragment &&
-           store.spec().range == KIVI_RANGE_MINMAX && aligned(view) && fits(view.token_stride) && fits(view.head_stride);
+           store.spec().range == KIVI_RANGE_MINMAX && aligned(view) && fits(view.token_stride) &&
+           fits(view.head_stride);
 }
 bool query_aware(const WriteArgs& args) { return args.layer.feedback.order != nullptr; }
 
-template <class C>
-constexpr size_t pack_bytes() {
-    return max(write_shared_bytes(C::kDim), sizeof(PackShared<C>));
-}
-
-// All of the multiprocessor's memory that is not the caller's is for shared memory: as many blocks as launch bounds say.
+// All of the multiprocessor's memory that is not the caller's is for shared memory: as many blocks as launch bounds
+// say.
 template <class... Args>
 void prepare(void (*kernel)(Args...), size_t shared_bytes) {
     prepare_kernel(kernel, shared_bytes, cudaSharedmemCarveoutMaxShared);
@@ -367,49 +461,42 @@ void prepare(void (*kernel)(Args...), size_t shared_bytes) {
 void prepare_pack(const Layer& layer) {
     with_config(layer, [](auto config) {
         using C = decltype(config);
-        if constexpr (C::kAware) {
-            prepare(pack_aware_kernel<typename C::P, C::kKeyBits, C::kDim, C::kKeyGroup>,
-                    sizeof(AwareShared<typename C::P, C::kDim>));
-        }
-        prepare(pack_kernel<C>, pack_bytes<C>());
+        prepare(pack_aware_kernel<typename C::P, C::kKeyBits, C::kDim, C::kKeyGroup>,
+                sizeof(AwareShared<typename C::P, C::kDim>));
+        prepare(pack_kernel<C>, sizeof(PackShared<C>));
     });
 }
 
 bool pack_serves(const TensorStore& key, const TensorStore& value) {
     Layer layer;
     layer.key = key, layer.value = value;
-    bool room = false;
-    with_config(layer, [&](auto config) {
-        room = decltype(config)::kAware || key.spec().rounding != KIVI_ROUND_QUERY_AWARE;
-    });
-    return room && key.spec().range == KIVI_RANGE_MINMAX && value.spec().range == KIVI_RANGE_MINMAX;
+    return key.spec().range == KIVI_RANGE_MINMAX && value.spec().range == KIVI_RANGE_MINMAX &&
+           with_config(layer, [](auto) {});
 }
 
 bool pack_takes(const WriteArgs& args) {
     const Layer& layer = args.layer;
-    bool room = false;
-    return plain(args.k, layer.key) && plain(args.v, layer.value) && with_config(layer, [&](auto config) {
-        room = decltype(config)::kAware || !query_aware(args);
-    }) && room;
+    return plain(args.k, layer.key) && plain(args.v, layer.value) && with_config(layer, [](auto) {});
 }
 
 void pack(const WriteArgs& args, int32_t multiprocessors, Stream stream) {
-    const unsigned heads = args.layer.key.heads, rows = args.batch.size, pages = args.batch.max_count / kPageTokens + 2;
+    const unsigned heads = args.layer.key.heads, rows = args.batch.size;
+    const auto pages_of = [](int64_t tokens) { return static_cast<unsigned>(tokens / kPageTokens + 2); };
     const bool with_keys = !query_aware(args);
     with_config(args.layer, [&](auto config) {
         using C = decltype(config);
-        if constexpr (C::kAware) {
-            if (!with_keys) {
-                using Shared = AwareShared<typename C::P, C::kDim>;
-                const auto kernel = pack_aware_kernel<typename C::P, C::kKeyBits, C::kDim, C::kKeyGroup>;
-                kernel<<<dim3(heads * pages, 1, rows), kPackThreads, sizeof(Shared), stream>>>(args);
-            }
+        if (!with_keys) {
+            using Shared = AwareShared<typename C::P, C::kDim>;
+            const unsigned pages = pages_of(args.batch.max_count + args.layer.key.tail_rows);
+            const auto kernel = pack_aware_kernel<typename C::P, C::kKeyBits, C::kDim, C::kKeyGroup>;
+            kernel<<<dim3(heads * pages, 1, rows), Shared::kThreads, sizeof(Shared), stream>>>(args);
         }
-        const unsigned slots = multiprocessors * C::kBlocks, items = 2 * heads * (pages + kWindowShares);
-        // A block that goes on by an odd multiple of the heads has keys and values by turns. That may cost a few blocks.
-        const unsigned share = max(1u, slots / rows), turns = ((share / heads + 1) / 2 * 2 - 1) * heads;
-        const unsigned blocks = min(items, share >= heads && 8 * turns >= 7 * share ? turns : share);
-        pack_kernel<C><<<dim3(blocks, 1, rows), kPackThreads, pack_bytes<C>(), stream>>>(args, with_keys);
+        const unsigned slots = multiprocessors * C::kBlocks, share = max(1u, slots / rows);
+        const unsigned items = 2 * heads * (pages_of(args.batch.max_count) + kWindowShares);
+        // Keys and values go by turns where all blocks go on by pages of all heads. That may cost a few blocks.
+        const unsigned turns = share / (2 * heads) * (2 * heads);
+        const unsigned blocks = min(items, 8 * turns >= 7 * share ? turns : share);
+        pack_kernel<C><<<dim3(blocks, 1, rows), kPackThreads, sizeof(PackShared<C>), stream>>>(args, with_keys);
     });
 }
 

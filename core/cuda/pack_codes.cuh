@@ -1,17 +1,18 @@
 // How codes are made, without a division and without a branch, and their places in the words of the fragment order.
 //
 // By ratio (any row type and bits). A code is the nearest integer, ties to even, of the fp32 quotient
-// (y - min) / scale. Scales are f16, so a tie (k + 1/2) * scale has at most 15 significant bits and is an fp32 number. A
-// difference y - min that is not equal to it is an fp32 number beside it, at least 2^-24 of itself away: its quotient
+// (y - min) / scale. Scales are f16, so a tie (k + 1/2) * scale has at most 15 significant bits and is an fp32 number.
+// A difference y - min that is not equal to it is an fp32 number beside it, at least 2^-24 of itself away: its quotient
 // stays on its side of the tie when rounded to fp32, and so does anything nearer to the quotient than that. The
-// reciprocal as a sum of two fp32 numbers gives it within 2^-46, and a tie exactly.
+// reciprocal as a sum of two fp32 numbers gives it within 2^-46, and a tie exactly. In units of 2^-24 the quotient is
+// rounded by its conversion to f16: subnormal numbers of that type are the integers themselves, two in a word.
 //
 // By steps (two bits of f16). Codes grow with y, so the least f16 of each code decides: a pair of rows' numbers takes
 // three comparisons and three additions, and is never converted.
 #pragma once
 #include <type_traits>
 
-#include "cuda/pack_tile.cuh"
+#include "cuda/pack_groups.cuh"
 
 namespace kivi::cuda {
 
@@ -22,39 +23,17 @@ __host__ __device__ constexpr float power_of_two(int exponent) {
     return x;
 }
 
-// Parameters of a group as codes are made with: high + low is 1 / scale in units of 2^-BITS; 0 where every code is 0.
-struct Coding {
-    float min = 0, high = 0, low = 0;
-};
-template <int BITS>
-__device__ __forceinline__ Coding coding_of(const GroupParams& params) {
-    Coding coding;
-    if (params.scale > 0.0f) {
-        const float inverse = __frcp_rn(params.scale);
-        coding.min = params.min;
-        coding.high = inverse * power_of_two(-BITS);
-        coding.low = __fmaf_rn(-params.scale, inverse, 1.0f) * coding.high;
+// 1 / scale as a sum of two numbers, in units of `unit`, a power of two; 0 where every code is 0.
+struct Inverse {
+    float high = 0, low = 0;
+    Inverse() = default;
+    // `reciprocal`: of the scale, rounded; or 0.
+    __device__ __forceinline__ Inverse(float scale, float reciprocal, float unit) {
+        high = reciprocal * unit, low = __fmaf_rn(-scale, reciprocal, 1.0f) * high;
     }
-    return coding;
-}
-
-// Differences that no f16 has may be so large that products with them overflow. Clamped, they keep their codes.
-__device__ __forceinline__ float near_distance(float distance) {
-    constexpr float kFar = 1152921504606846976.0f;  // 2^60
-    return fminf(fmaxf(distance, -kFar), kFar);
-}
-
-// The code of y in the lowest bits of kCodeOne. A number from 0 to 1 in units of 2^-BITS plus 2^(23 - BITS) is rounded
-// to such units. NaN (of damaged groups) gives 0.
-template <int BITS>
-constexpr float kCodeUnit = power_of_two(23 - BITS);
-template <int BITS>
-constexpr uint32_t kCodeOne = static_cast<uint32_t>(127 + 23 - BITS) << 23;  // its bits
-template <int BITS>
-__device__ __forceinline__ float code_of_distance(float distance, float high, float low) {
-    const float steps = fma_clamped(distance, high, distance * low);
-    return fminf(steps, 1.0f - power_of_two(-BITS)) + kCodeUnit<BITS>;
-}
+    // Of a difference y - min; from 0 to 1, NaN gives 0.
+    __device__ __forceinline__ float ratio(float distance) const { return fma_clamped(distance, high, distance * low); }
+};
 
 // Vectors that a lane makes together (fragment_order.h): one, or the three that share spare bits. A block of 32 tokens
 // is made in turns, in the order of its operands; a step is one operand, and two are a run of 32 channels.
@@ -65,6 +44,7 @@ struct Turn {
     static constexpr int kOperands = (kVectors * fields_of(BITS) + (BITS == 3 ? 1 : 0)) * kWords / 4;
     static constexpr int kRuns = kOperands / 2;
     static constexpr int kSteps = DIM / 16, kTurns = 2 * kSteps / kOperands;
+    static constexpr int kUnitRuns = kRuns < kSteps / 2 ? kRuns : kSteps / 2;  // of one unit
     // Run r of a turn is in unit first_unit + unit(r), and begins with channel 32 * (first_run + run(r)). The former
     // depend on the turn alone, and the latter are constants in unrolled loops.
     static __device__ __forceinline__ int first_unit(int turn) { return turn * kRuns / (kSteps / 2); }
@@ -74,33 +54,27 @@ struct Turn {
 
     uint32_t word[kVectors][kWords];
 
-    // Codes come with `above` added to them, which is taken away again for every field.
-    __device__ __forceinline__ explicit Turn(uint32_t above) {
-        uint32_t ones = 0;
-#pragma unroll
-        for (int field = 0; field < fields_of(BITS); ++field) {
-            ones += above << field_bit(BITS, field);
-            ones += above << (field_bit(BITS, field) + 16);
-        }
+    __device__ __forceinline__ Turn() {
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
-            for (int w = 0; w < kWords; ++w) word[v][w] = 0u - ones;
+            for (int w = 0; w < kWords; ++w) word[v][w] = 0;
         }
     }
 
-    // Adds a code of operand `number` of the turn. `number`, `at` and `half` are constants: register and half word.
-    __device__ __forceinline__ void add(int number, int at, int half, uint32_t code) {
+    // Adds the codes of two half words of operand `number` of the turn to register `at`. Both numbers are constants.
+    __device__ __forceinline__ void add(int number, int at, uint32_t codes) {
         if constexpr (kWords == 2) number = 2 * number + at / 2, at %= 2;
         if (is_spare(BITS, number)) {
 #pragma unroll
-            for (int v = 0; v < kVectors; ++v) word[v][at] += (code >> v & 1) << (kSpareBit + 16 * half);
+            for (int v = 0; v < kVectors; ++v) word[v][at] += (codes >> v & 0x00010001u) << kSpareBit;
         } else {
-            word[vector_of(BITS, number)][at] += code << (field_bit(BITS, field_of(BITS, number)) + 16 * half);
+            word[vector_of(BITS, number)][at] += codes << field_bit(BITS, field_of(BITS, number));
         }
     }
 
-    // Halves of words 2 w and 2 w + 1 were even and odd channels of an even and of an odd token; now the other way round.
+    // Halves of words 2 w and 2 w + 1 were even and odd channels of an even and of an odd token; now the other way
+    // round.
     __device__ __forceinline__ void transpose() {
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
@@ -108,6 +82,18 @@ struct Turn {
             for (int w = 0; w < 4; w += 2) {
                 const uint32_t even = word[v][w], odd = word[v][w + 1];
                 word[v][w] = __byte_perm(even, odd, 0x5410), word[v][w + 1] = __byte_perm(even, odd, 0x7632);
+            }
+        }
+    }
+
+    // The bits of other words; those that `mask` has none of stay.
+    __device__ __forceinline__ void merge(const uint8_t* block, int turn, int lane, const Turn& mask) {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            const auto old = reinterpret_cast<const Words<kWords>*>(block + turn * kBytes)[v * kWarp + lane];
+#pragma unroll
+            for (int w = 0; w < kWords; ++w) {
+                word[v][w] = (word[v][w] & mask.word[v][w]) | (old.word[w] & ~mask.word[v][w]);
             }
         }
     }
@@ -136,11 +122,21 @@ __device__ __forceinline__ int value_place(int eight, int t) { return 9 * eight 
 
 template <class P, int BITS>
 struct RatioCoder {
-    using Group = Coding;
-    struct Pair {
-        Coding low, high;
+    struct Group {
+        float min = 0;
+        Inverse inverse;
     };
-    static __device__ __forceinline__ Group group_of(const GroupParams& params) { return coding_of<BITS>(params); }
+    struct Pair {
+        Group low, high;
+    };
+    static __device__ __forceinline__ Group group_of(const GroupParams& params) {
+        Group group;
+        if (params.scale > 0.0f) {
+            group.min = params.min;
+            group.inverse = Inverse(params.scale, __frcp_rn(params.scale), power_of_two(-24));
+        }
+        return group;
+    }
 
     template <int DIM>
     struct Keys {
@@ -148,8 +144,8 @@ struct RatioCoder {
 
         __device__ __forceinline__ void set(int channel, const Group& a, const Group& b) {
             *reinterpret_cast<float2*>(min + channel) = make_float2(a.min, b.min);
-            *reinterpret_cast<float2*>(high + channel) = make_float2(a.high, b.high);
-            *reinterpret_cast<float2*>(low + channel) = make_float2(a.low, b.low);
+            *reinterpret_cast<float2*>(high + channel) = make_float2(a.inverse.high, b.inverse.high);
+            *reinterpret_cast<float2*>(low + channel) = make_float2(a.inverse.low, b.inverse.low);
         }
         // Of eight channels.
         __device__ __forceinline__ void get(int channel, Pair (&pairs)[4]) const {
@@ -158,7 +154,8 @@ struct RatioCoder {
                 const float4 m = *reinterpret_cast<const float4*>(min + channel + 2 * i);
                 const float4 h = *reinterpret_cast<const float4*>(high + channel + 2 * i);
                 const float4 l = *reinterpret_cast<const float4*>(low + channel + 2 * i);
-                pairs[i] = {{m.x, h.x, l.x}, {m.y, h.y, l.y}}, pairs[i + 1] = {{m.z, h.z, l.z}, {m.w, h.w, l.w}};
+                pairs[i] = {of(m.x, h.x, l.x), of(m.y, h.y, l.y)},
+                pairs[i + 1] = {of(m.z, h.z, l.z), of(m.w, h.w, l.w)};
             }
         }
     };
@@ -168,29 +165,34 @@ struct RatioCoder {
         float4 groups[GROUPS][kBlockTokens];
 
         __device__ __forceinline__ void set(int group, int token, const Group& x) {
-            groups[group][value_place(token / 8, token % 8)] = make_float4(x.min, x.high, x.low, 0.0f);
+            groups[group][value_place(token / 8, token % 8)] = make_float4(x.min, x.inverse.high, x.inverse.low, 0.0f);
         }
         __device__ __forceinline__ Pair get(int group, int place) const {
             const float4 x = groups[group][place];
-            return {{x.x, x.y, x.z}, {x.x, x.y, x.z}};
+            return {of(x.x, x.y, x.z), of(x.x, x.y, x.z)};
         }
     };
 
     template <int DIM>
     struct Codes {
-        Turn<BITS, DIM> words{kCodeOne<BITS>};
+        Turn<BITS, DIM> words;
         __device__ __forceinline__ void add(int number, int at, uint32_t pair, const Pair& groups) {
-            words.add(number, at, 0, code_of(P::low(pair), groups.low));
-            words.add(number, at, 1, code_of(P::high(pair), groups.high));
+            constexpr uint32_t kLevels = ((1u << BITS) - 1) * 0x10001u;
+            const uint32_t codes = Pairs<false>::of(ratio(P::low(pair), groups.low), ratio(P::high(pair), groups.high));
+            words.add(number, at, Pairs<false>::least(codes, kLevels));
         }
         __device__ __forceinline__ Turn<BITS, DIM>& finish() { return words; }
     };
 
   private:
-    static __device__ __forceinline__ uint32_t code_of(float y, const Coding& coding) {
-        const float distance = y - coding.min;
-        return __float_as_uint(
-            code_of_distance<BITS>(P::kType == KIVI_F16 ? distance : near_distance(distance), coding.high, coding.low));
+    static __device__ __forceinline__ Group of(float min, float high, float low) {
+        Group group;
+        group.min = min, group.inverse.high = high, group.inverse.low = low;
+        return group;
+    }
+    // Rows and mins are so small that the difference is finite, and 2^-24 / scale is 1 at most.
+    static __device__ __forceinline__ float ratio(float y, const Group& group) {
+        return group.inverse.ratio(y - group.min);
     }
 };
 
@@ -203,15 +205,16 @@ struct StepCoder {
     };
     using Pair = Group;
 
-    // y is coded k or more if fl(y - min) exceeds the tie (k - 1/2) * scale, or equals it and k is even: in exact numbers,
-    // if y - min is beyond half of the way to the fp32 number before or after the tie. That is rounded upwards to
-    // the f16 that decides. Differences below 1 are exact, and so are others unless y or min is tiny beside the tie:
+    // y is coded k or more if fl(y - min) exceeds the tie (k - 1/2) * scale, or equals it and k is even: in exact
+    // numbers, if y - min is beyond half of the way to the fp32 number before or after the tie. That is rounded upwards
+    // to the f16 that decides. Differences below 1 are exact, and so are others unless y or min is tiny beside the tie:
     // then tie + min decides, which two roundings in one direction round as one.
     static __device__ __forceinline__ Group group_of(const GroupParams& params) {
         const float scale = params.scale > 0.0f ? params.scale : float_of(kNanF32), min = params.min;
         const float first = __fmaf_rd(scale, 0.5f, min), second = __fmaf_ru(scale, 1.5f, min);
         const float third = __fmaf_rd(scale, 2.5f, min);
-        const float tiny = scale * 0.00031f, least = fminf(fminf(fabsf(first), fabsf(second)), fabsf(third));  // 2.5 * 2^-13
+        const float tiny = scale * 0.00031f,
+                    least = fminf(fminf(fabsf(first), fabsf(second)), fabsf(third));  // 2.5 * 2^-13
         if ((least < tiny || (fabsf(min) < tiny && min != 0.0f)) && scale >= 0.25f) return exact(scale, min);
         return {{ceil_f16(above(first)), ceil_f16(second), ceil_f16(above(third))}};
     }
@@ -256,7 +259,7 @@ struct StepCoder {
     template <int DIM>
     struct Codes {
         uint32_t sum[2][4];
-        Turn<2, DIM> words{0};
+        Turn<2, DIM> words;
 
         __device__ __forceinline__ Codes() {
 #pragma unroll

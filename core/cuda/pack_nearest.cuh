@@ -9,14 +9,14 @@
 
 namespace kivi::cuda {
 
-// Keys of a warp's tokens, which are a block of the page. Warps whose tokens share a group are neighbours in the order of
-// their blocks and call this together.
+// Keys of a warp's tokens, which are a block of the page. Warps whose tokens share a group are neighbours in the order
+// of their blocks and call this together.
 template <class P, int BITS, int DIM, int GROUP>
 __device__ __forceinline__ void pack_keys(const Tile<DIM>& tile, typename CoderOf<P, BITS>::template Keys<DIM>& groups,
                                           typename KeyExtremes<P, DIM>::Shared& shared, uint8_t* part, int block) {
     constexpr FragmentSizes sizes(key_spec<BITS, GROUP>(), DIM);
     using Coder = CoderOf<P, BITS>;
-    const int lane = kivi::cuda::lane(), row = lane >> 2, column = lane & 3;
+    const int lane = fresh_lane(), row = lane >> 2, column = lane & 3;
     KeyExtremes<P, DIM> extremes;
     extremes.find(tile, lane);
     extremes.share(shared, sizes.group_blocks, block, lane);
@@ -34,33 +34,38 @@ __device__ __forceinline__ void pack_keys(const Tile<DIM>& tile, typename CoderO
         const int channel = 32 * Turn::first_run(turn) + 8 * column;
         typename Coder::template Codes<DIM> codes;
 #pragma unroll
-        for (int r = 0; r < Turn::kRuns; ++r) {
+        for (int run = 0; run < Turn::kUnitRuns; ++run) {
             if constexpr (Turn::kRuns > 4) __syncwarp();  // what later runs load takes no registers before
             typename Coder::Pair of[4];
-            groups.get(channel + 32 * Turn::run(r), of);
+            groups.get(channel + 32 * run, of);
 #pragma unroll
-            for (int t = 0; t < 2; ++t) {
-                const Words<4> x = tile.template words<4>(tile.step(from, 2 * Turn::unit(r) + 4 * t, 4 * Turn::run(r)));
+            for (int r = run; r < Turn::kRuns; r += Turn::kUnitRuns) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) codes.add(2 * r + i % 2, t + i / 2 * 2, x.word[i], of[i]);
+                for (int t = 0; t < 2; ++t) {
+                    const Words<4> x = tile.template words<4>(tile.step(from, 2 * Turn::unit(r) + 4 * t, 4 * run));
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) codes.add(2 * r + i % 2, t + i / 2 * 2, x.word[i], of[i]);
+                }
             }
         }
         codes.finish().store(part + sizes.codes(true, block), turn, lane);
     }
 }
 
-// Values of a warp's tokens, block `number` of the page. GROUPS: side by side.
+// Values of a warp's tokens, which are a block of the page. GROUPS: side by side. Where only tokens begin .. end - 1
+// are packed, those before have been, and those after will be.
 template <class P, int BITS, int DIM, int GROUPS>
 __device__ __forceinline__ void pack_values(const Tile<DIM>& tile,
                                             typename CoderOf<P, BITS>::template Values<GROUPS>& groups,
-                                            uint8_t* part, int number) {
+                                            uint8_t* part, int number, int begin = 0, int end = kBlockTokens) {
     constexpr FragmentSizes sizes(value_spec<BITS, DIM / GROUPS>(), DIM);
     using Coder = CoderOf<P, BITS>;
-    const int lane = kivi::cuda::lane(), row = lane >> 2, column = lane & 3;
+    const int lane = fresh_lane(), row = lane >> 2, column = lane & 3;
     uint8_t* const block = part + sizes.codes(false, number);
     auto* const params_at = reinterpret_cast<uint16_t*>(block + sizes.code_bytes) + lane;
     // Two groups at a time, in the halves of a pair; where there is one, it is in both.
     constexpr int kTogether = GROUPS > 1 ? 2 : 1;
+    tile.wait();
     const int row_place = tile.place(lane, 0);
 #pragma unroll 1
     for (int group = 0; group < GROUPS; group += kTogether) {
@@ -85,10 +90,11 @@ __device__ __forceinline__ void pack_values(const Tile<DIM>& tile,
                                                     P::most(sides(most, 0), sides(most, 1)));
         uint16_t* const at = params_at + group * kBlockTokens;
         groups.set(group, lane, Coder::group_of(params.low));
+        if (kTogether == 2) groups.set(group + 1, lane, Coder::group_of(params.high));
+        if (lane < begin || lane >= end) continue;
         at[0] = static_cast<uint16_t>(params.scales);
         at[GROUPS * kBlockTokens] = static_cast<uint16_t>(params.mins);
-        if (kTogether == 1) break;
-        groups.set(group + 1, lane, Coder::group_of(params.high));
+        if (kTogether == 1) continue;
         at[kBlockTokens] = static_cast<uint16_t>(params.scales >> 16);
         at[(GROUPS + 1) * kBlockTokens] = static_cast<uint16_t>(params.mins >> 16);
     }
@@ -114,6 +120,19 @@ __device__ __forceinline__ void pack_values(const Tile<DIM>& tile,
         }
         auto& words = codes.finish();
         words.transpose();
+        if (begin > 0) {
+            Turn packed;
+#pragma unroll
+            for (int number = 0; number < Turn::kOperands; ++number) {
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    const int token = 8 * column + 2 * (Turn::first_unit(turn) + Turn::unit(number / 2)) + 4 * (w / 2);
+                    constexpr uint32_t kLevels = (1u << BITS) - 1;
+                    packed.add(number, w, (token >= begin ? kLevels : 0) | (token + 1 >= begin ? kLevels << 16 : 0));
+                }
+            }
+            words.merge(block, turn, lane, packed);
+        }
         words.store(block, turn, lane);
     }
 }

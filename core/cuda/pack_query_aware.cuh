@@ -1,147 +1,229 @@
 // Query-aware rounding (format/feedback.h) of one page of keys by a block, straight from the caller's rows.
 //
-// A lane has four tokens. Channels go in panels of eight, in coding order, and panels round the warps:
+// A page's tokens are a chain, or two that know nothing of each other, of some warps each; a lane has some tokens of
+// its chain. Channels go in panels of eight, in coding order, and panels round the warps of a chain:
 //
 //   values [coded channel][token]   | errors of finished panels | panel | values to come |
 //                                     every one goes into the panel, in order; then the panel's own channels are
 //                                     coded one after the other, and their errors take the values' places
 //
 // So a warp has its panel's values in registers while it takes in the panels before, waiting for each to be finished,
-// and the weights that it fetches serve four tokens. They stand in shared memory, where all lanes read the same ones.
+// and the weights that it fetches serve all of a lane's tokens. They stand in shared memory, where all lanes read the
+// same ones; where there is no room for all, each warp fetches its own a few panels ahead.
 #pragma once
 #include "cuda/pack_codes.cuh"
+#include "cuda/pack_transform.cuh"
 
 namespace kivi::cuda {
 
-constexpr int kLaneTokens = 4;
-
 template <class P, int DIM>
 struct AwareShared {
-    static constexpr int kPanels = DIM / kPanel;
-    static constexpr int kCodeStride = kWarp + 2;  // channels that a lane reads together stand in different banks
+    static constexpr int kPanels = DIM / kPanel, kPanelPair = kPanel * kPanel;
+    static constexpr int kChains = DIM > 128 ? 2 : 1, kChainWarps = DIM > 64 ? 8 : 4;
+    static constexpr int kWarps = kChains * kChainWarps, kThreads = kWarps * kWarp;
+    static constexpr int kLaneTokens = kPageTokens / kChains / kWarp;
+    static constexpr bool kAllWeights = DIM <= 128;  // have room
+    static constexpr int kSlots = 8;                 // of a warp, where they have not
+    using LaneCodes = std::conditional_t<kLaneTokens == 4, uint16_t, uint8_t>;  // four bits each
+    static constexpr int kCodeStride = kPageTokens / kLaneTokens + 4 / sizeof(LaneCodes);  // other banks side by side
     struct Coding {
         uint32_t min_scale;  // f16 each
         float inverse;       // 1 / scale, or 0
     };
-    float weights[kPanel * kPanel * kPanels * (kPanels + 1) / 2];  // panels, see FeedbackTables
+    // Panels, see FeedbackTables; or each warp's slots.
+    alignas(16) float weights[kAllWeights ? kPanelPair * kPanels * (kPanels + 1) / 2 : kWarps * kSlots * kPanelPair];
     union {
         float values[DIM][kPageTokens];
         Tile<DIM> tiles[kPackWarps];  // before
     };
     union {
-        uint16_t codes[DIM][kCodeStride];  // of a lane's tokens, four bits each; by channel
+        alignas(4) LaneCodes codes[DIM][kCodeStride];  // by channel
         typename KeyExtremes<P, DIM>::Shared extremes;  // before
     };
     Coding codings[kPackWarps][DIM];  // [group][coded channel]
-    uint16_t order[DIM], place[DIM];
+    alignas(16) uint16_t order[DIM], place[DIM];
+    uint64_t finished[kChains][kPanels];  // barriers
 };
 
-// From a warp that has finished a panel to one that waits for it. A barrier of the two serves panel after panel: a warp
-// finishes none before the other has taken in the last, since it needs the other's panel between them.
-struct PanelSignal {
-    int barrier;
-    __device__ __forceinline__ PanelSignal(int from, int to) : barrier(1 + 3 * from + (to - from + 3) % 4) {}
-    __device__ __forceinline__ void give() const { asm volatile("bar.arrive %0, 64;" ::"r"(barrier) : "memory"); }
-    __device__ __forceinline__ void await() const { asm volatile("bar.sync %0, 64;" ::"r"(barrier) : "memory"); }
+// The weights that a warp takes in, 64 floats for each panel before one of its own, and for its own.
+template <class Shared>
+class PanelWeights {
+  public:
+    // `all`: of the head.
+    __device__ __forceinline__ PanelWeights(Shared& shared, const float* all, int warp) {
+        if constexpr (!Shared::kAllWeights) {
+            slots_ = shared.weights + warp * Shared::kSlots * Shared::kPanelPair;
+            all_ = all, panel_ = warp % Shared::kChainWarps;
+#pragma unroll 1
+            for (int i = 1; i < Shared::kSlots; ++i) fetch();
+        }
+    }
+    __device__ __forceinline__ void begin(const Shared& shared, int panel) {
+        if constexpr (Shared::kAllWeights) next_ = shared.weights + panel_begin(panel);
+    }
+    __device__ __forceinline__ const float* next() {
+        if constexpr (Shared::kAllWeights) {
+            const float* const these = next_;
+            next_ += Shared::kPanelPair;
+            return these;
+        } else {
+            fast::wait_for_groups<Shared::kSlots - 2>();
+            __syncwarp();  // all have their part of these, and are done with those before
+            const float* const these = slots_ + taken_ * Shared::kPanelPair;
+            taken_ = (taken_ + 1) % Shared::kSlots;
+            fetch();
+            return these;
+        }
+    }
+
+  private:
+    // The next ones to come, if there are any.
+    __device__ __forceinline__ void fetch() {
+        if (panel_ < Shared::kPanels) {
+            const int at = 4 * lane();
+            if (at < Shared::kPanelPair) {
+                fast::copy16(fast::shared_address(slots_ + fetched_ * Shared::kPanelPair + at),
+                             all_ + panel_begin(panel_) + before_ * Shared::kPanelPair + at);
+            }
+            fetched_ = (fetched_ + 1) % Shared::kSlots;
+            if (++before_ > panel_) before_ = 0, panel_ += Shared::kChainWarps;
+        }
+        fast::end_copy_group();
+    }
+
+    const float* next_ = nullptr;
+    float* slots_ = nullptr;
+    const float* all_ = nullptr;
+    int panel_ = 0, before_ = 0, fetched_ = 0, taken_ = 0;
 };
 
-// The weights of a head on their way.
+// Differences may be so large that products with them overflow. Clamped, they keep their codes.
+__device__ __forceinline__ float near_distance(float distance) {
+    constexpr float kFar = 1152921504606846976.0f;  // 2^60
+    return fminf(fmaxf(distance, -kFar), kFar);
+}
+
+// What a head's keys are rounded with, on its way.
 template <class P, int DIM>
 __device__ __forceinline__ void fetch_tables(AwareShared<P, DIM>& shared, const FeedbackTables& tables, int head) {
-    const float* const weights = tables.weights + head * panel_floats(DIM);
-    for (int i = 4 * threadIdx.x; i < panel_floats(DIM); i += 4 * kPackThreads) {
-        copy_async(shared.weights + i, weights + i);
+    using Shared = AwareShared<P, DIM>;
+    if constexpr (Shared::kAllWeights) {
+        const float* const weights = tables.weights + head * panel_floats(DIM);
+        for (int i = 4 * threadIdx.x; i < panel_floats(DIM); i += 4 * Shared::kThreads) {
+            fast::copy16(fast::shared_address(shared.weights + i), weights + i);
+        }
     }
-    for (int i = threadIdx.x; i < DIM; i += kPackThreads) {
+    for (int i = threadIdx.x; i < DIM; i += Shared::kThreads) {
         shared.order[i] = tables.order[head * DIM + i];
         shared.place[i] = tables.place[head * DIM + i];
     }
 }
 
 template <class P, int BITS, int DIM, int GROUP>
-__device__ __forceinline__ void encode_panels(AwareShared<P, DIM>& shared) {
-    const int warp = threadIdx.x / kWarp, lane = kivi::cuda::lane();
-    const auto& codings = shared.codings[kLaneTokens * lane / GROUP];
-    const auto at = [&](int channel) { return reinterpret_cast<float4*>(shared.values[channel]) + lane; };
+__device__ __forceinline__ void encode_panels(AwareShared<P, DIM>& shared, const float* all_weights) {
+    using Shared = AwareShared<P, DIM>;
+    constexpr int kTokens = Shared::kLaneTokens;
+    struct alignas(4 * kTokens) Lane {
+        float t[kTokens];
+    };
+    const int warp = threadIdx.x / kWarp, lane = kivi::cuda::lane(), chain = warp / Shared::kChainWarps;
+    const int token = chain * (kPageTokens / Shared::kChains) + kTokens * lane;
+    const auto& codings = shared.codings[token / GROUP];
+    const auto at = [&](int channel) { return reinterpret_cast<Lane*>(shared.values[channel] + token); };
+    const auto finished = [&](int panel) { return fast::shared_address(&shared.finished[chain][panel]); };
+    constexpr float kRound = power_of_two(23 - BITS);
+    constexpr uint32_t kRoundBits = static_cast<uint32_t>(127 + 23 - BITS) << 23;
+    PanelWeights<Shared> panel_weights(shared, all_weights, warp);
 #pragma unroll 1
-    for (int panel = warp; panel < AwareShared<P, DIM>::kPanels; panel += kPackWarps) {
+    for (int panel = warp % Shared::kChainWarps; panel < Shared::kPanels; panel += Shared::kChainWarps) {
         const int begin = panel * kPanel;
-        const float* weights = shared.weights + panel_begin(panel);
-        float y[kPanel][kLaneTokens];
+        panel_weights.begin(shared, panel);
+        Lane y[kPanel];
 #pragma unroll
-        for (int i = 0; i < kPanel; ++i) {
-            const float4 value = *at(begin + i);
-            y[i][0] = value.x, y[i][1] = value.y, y[i][2] = value.z, y[i][3] = value.w;
-        }
-        const auto add = [&](const float4& error, int from) {
-            const float4 a = *reinterpret_cast<const float4*>(weights),
-                         b = *reinterpret_cast<const float4*>(weights + 4);
-            const float w[kPanel] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-#pragma unroll
-            for (int i = from; i < kPanel; ++i) {
-                y[i][0] = __fmaf_rn(-error.x, w[i], y[i][0]);
-                y[i][1] = __fmaf_rn(-error.y, w[i], y[i][1]);
-                y[i][2] = __fmaf_rn(-error.z, w[i], y[i][2]);
-                y[i][3] = __fmaf_rn(-error.w, w[i], y[i][3]);
-            }
-            weights += kPanel;
-        };
+        for (int i = 0; i < kPanel; ++i) y[i] = *at(begin + i);
 #pragma unroll 1
         for (int before = 0; before < panel; ++before) {
+            const float* const weights = panel_weights.next();
             // The others were there before the warp's last panel was.
-            if (panel - before < kPackWarps) PanelSignal(before % kPackWarps, warp).await();
+            if (panel - before < Shared::kChainWarps) fast::barrier_wait(finished(before), 0);
 #pragma unroll
-            for (int j = 0; j < kPanel; ++j) add(*at(before * kPanel + j), 0);
+            for (int j = 0; j < kPanel; ++j) {
+                const Lane error = *at(before * kPanel + j);
+                const float4 a = *reinterpret_cast<const float4*>(weights + kPanel * j),
+                             b = *reinterpret_cast<const float4*>(weights + kPanel * j + 4);
+                const float w[kPanel] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+                for (int i = 0; i < kPanel; ++i) {
+#pragma unroll
+                    for (int t = 0; t < kTokens; ++t) y[i].t[t] = __fmaf_rn(-error.t[t], w[i], y[i].t[t]);
+                }
+            }
+        }
+        // One channel waits for the other: nothing is read or written between them.
+        const float* const weights = panel_weights.next();
+        typename Shared::Coding coding[kPanel];
+        float own[kPanel][kPanel];
+        uint32_t codes[kPanel];
+#pragma unroll
+        for (int j = 0; j < kPanel; ++j) {
+            coding[j] = codings[begin + j];
+#pragma unroll
+            for (int i = j + 1; i < kPanel; ++i) own[j][i] = weights[kPanel * j + i];
         }
 #pragma unroll
         for (int j = 0; j < kPanel; ++j) {
-            const auto coding = codings[begin + j];
-            const float min = f16_to_f32(static_cast<uint16_t>(coding.min_scale));
-            const float scale = f16_to_f32(static_cast<uint16_t>(coding.min_scale >> 16));
-            const float high = coding.inverse * power_of_two(-BITS);
-            const float low = __fmaf_rn(-scale, coding.inverse, 1.0f) * high;
-            uint32_t codes = 0;
-            float error[kLaneTokens];
+            const float min = f16_to_f32(static_cast<uint16_t>(coding[j].min_scale));
+            const float scale = f16_to_f32(static_cast<uint16_t>(coding[j].min_scale >> 16));
+            const Inverse inverse(scale, coding[j].inverse, power_of_two(-BITS));
+            codes[j] = 0;
 #pragma unroll
-            for (int t = 0; t < kLaneTokens; ++t) {
-                // Feedback may drive values anywhere.
-                const float code = code_of_distance<BITS>(near_distance(y[j][t] - min), high, low);
-                codes |= (__float_as_uint(code) - kCodeOne<BITS>) << (4 * t);
+            for (int t = 0; t < kTokens; ++t) {
+                // Feedback may drive values anywhere. In units of 2^-BITS, added to kRound, ratios are rounded to
+                // codes.
+                const float ratio = inverse.ratio(near_distance(y[j].t[t] - min));
+                const float code = fminf(ratio, 1.0f - power_of_two(-BITS)) + kRound;
+                codes[j] |= (__float_as_uint(code) - kRoundBits) << (4 * t);
                 // A damaged group passes nothing on.
-                const float decoded = __fmaf_rn(code - kCodeUnit<BITS>, scale * power_of_two(BITS), min);
-                error[t] = scale == scale ? y[j][t] - decoded : 0.0f;
+                const float decoded = __fmaf_rn(code - kRound, scale * power_of_two(BITS), min);
+                const float error = scale == scale ? y[j].t[t] - decoded : 0.0f;
+                y[j].t[t] = error;
+#pragma unroll
+                for (int i = j + 1; i < kPanel; ++i) y[i].t[t] = __fmaf_rn(-error, own[j][i], y[i].t[t]);
             }
-            shared.codes[shared.order[begin + j]][lane] = static_cast<uint16_t>(codes);
-            const float4 errors = make_float4(error[0], error[1], error[2], error[3]);
-            *at(begin + j) = errors;
-            add(errors, j + 1);
         }
-        for (int after = panel + 1; after < panel + kPackWarps && after < AwareShared<P, DIM>::kPanels; ++after) {
-            PanelSignal(warp, after % kPackWarps).give();
+#pragma unroll
+        for (int j = 0; j < kPanel; ++j) *at(begin + j) = y[j];
+        __syncwarp();
+        if (lane == 0) fast::barrier_expect(finished(panel), 0);  // no bytes: it arrives
+#pragma unroll
+        for (int j = 0; j < kPanel; ++j) {
+            shared.codes[shared.order[begin + j]][token / kTokens] = static_cast<typename Shared::LaneCodes>(codes[j]);
         }
     }
 }
 
-// `begin`, `end`: tokens of the page that are to be packed, whole groups. Returns how many rows have left the range of
-// their type, in every lane.
+// Tables and tiles are on their way. `active`: the tokens of the warp's tile are to be packed, whole groups of the
+// page; rows from `fresh` on are the caller's. Returns how many have left the range of their type, in every lane.
 template <class P, int BITS, int DIM, int GROUP>
-__device__ __forceinline__ int pack_keys_aware(AwareShared<P, DIM>& shared, bool rotated, const uint8_t* rows,
-                                               uint32_t stride, int begin, int end, uint8_t* part) {
-    const int warp = threadIdx.x / kWarp, lane = kivi::cuda::lane(), row = lane >> 2, column = lane & 3;
+__device__ __forceinline__ int pack_keys_aware(AwareShared<P, DIM>& shared, const float* all_weights, bool active,
+                                               bool rotated, int fresh, uint8_t* part) {
+    using Shared = AwareShared<P, DIM>;
+    const int lane = kivi::cuda::lane(), row = lane >> 2, column = lane & 3;
+    constexpr int kShares = Shared::kWarps / kPackWarps;  // of a tile's work
+    const int warp = threadIdx.x / kWarp % kPackWarps, share = threadIdx.x / kPackThreads;
     constexpr FragmentSizes sizes(key_spec<BITS, GROUP>(), DIM);
-    const bool active = warp * kBlockTokens >= begin && warp * kBlockTokens < end;
     Tile<DIM>& tile = shared.tiles[warp];
-    if (active) tile.fetch(rows + uint64_t{stride} * (warp * kBlockTokens), stride, lane);
-    end_copy_group();
-    wait_for_copies<0>();
+    const int barriers = Shared::kChains * Shared::kPanels;
+    if (threadIdx.x < barriers) fast::barrier_init(fast::shared_address(&shared.finished[0][0] + threadIdx.x));
+    fast::wait_for_copies();
     __syncthreads();
     int clamped_rows = 0;
-    if (active && rotated) clamped_rows = transform<P>(tile, lane);
-    {
+    if (active && share == 0) {
+        if (rotated) clamped_rows = transform<P>(tile, lane, fresh);
         KeyExtremes<P, DIM> extremes;
-        if (active) extremes.find(tile, lane);
-        if (active) extremes.share(shared.extremes, sizes.group_blocks, warp, lane);
-        if (active && warp % sizes.group_blocks == 0) {
+        extremes.find(tile, lane);
+        extremes.share(shared.extremes, sizes.group_blocks, warp, lane);
+        if (warp % sizes.group_blocks == 0) {
             const int group = warp / sizes.group_blocks;
             const auto set = [&](int channel, const GroupParams& params) {
                 auto& coding = shared.codings[group][shared.place[channel]];
@@ -153,42 +235,51 @@ __device__ __forceinline__ int pack_keys_aware(AwareShared<P, DIM>& shared, bool
                                                set(channel, a), set(channel + 1, b);
                                            });
         }
-        // A lane takes a row out of the tiles, and puts its values where they are wanted when all have theirs.
-        Words<4> x[DIM / 8];
+    }
+    if (kShares > 1) __syncthreads();
+    // A lane takes a row, or its share of one, out of the tiles, and puts its values where they are wanted when all
+    // have theirs.
+    constexpr int kChunks = DIM / 8 / kShares;
+    Words<4> x[kChunks];
+    const int first = tile.place(lane, 0);
 #pragma unroll
-        for (int c = 0; c < DIM / 8; ++c) {
-            x[c] = active ? tile.template words<4>(tile.step(tile.place(lane, 0), 0, c)) : Words<4>{};
-        }
-        __syncthreads();
-        float* const values = &shared.values[0][warp * kBlockTokens + lane];
+    for (int c = 0; c < kChunks; ++c) {
+        x[c] = active ? tile.template words<4>(tile.step(first, 0, share * kChunks + c)) : Words<4>{};
+    }
+    __syncthreads();
+    float* const values = &shared.values[0][warp * kBlockTokens + lane];
+    const uint16_t* const place = shared.place + share * (8 * kChunks);
 #pragma unroll
-        for (int c = 0; c < DIM / 8; ++c) {
+    for (int c = 0; c < kChunks; ++c) {
+        const Words<4> places = *reinterpret_cast<const Words<4>*>(place + 8 * c);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                values[shared.place[8 * c + 2 * i] * kPageTokens] = P::low(x[c].word[i]);
-                values[shared.place[8 * c + 2 * i + 1] * kPageTokens] = P::high(x[c].word[i]);
-            }
+        for (int i = 0; i < 4; ++i) {
+            values[(places.word[i] & 0xFFFFu) * kPageTokens] = P::low(x[c].word[i]);
+            values[(places.word[i] >> 16) * kPageTokens] = P::high(x[c].word[i]);
         }
     }
     __syncthreads();
-    encode_panels<P, BITS, DIM, GROUP>(shared);
+    encode_panels<P, BITS, DIM, GROUP>(shared, all_weights);
     __syncthreads();
     if (!active) return 0;
     using Turn = kivi::cuda::Turn<BITS, DIM>;
-    const int first_lane = (warp * kBlockTokens + 8 * (row >> 1)) / kLaneTokens;  // of two, four tokens apart
+    const int first_token = warp * kBlockTokens + 8 * (row >> 1);  // of eight
 #pragma unroll 1
-    for (int turn = 0; turn < Turn::kTurns; ++turn) {
-        Turn words(0);
+    for (int turn = share; turn < Turn::kTurns; turn += kShares) {
+        Turn words;
 #pragma unroll
         for (int r = 0; r < Turn::kRuns; ++r) {
             const int shift = 4 * ((row & 1) + 2 * (Turn::first_unit(turn) + Turn::unit(r)));
             const int channel = 32 * (Turn::first_run(turn) + Turn::run(r)) + 8 * column;
 #pragma unroll
-            for (int c = 0; c < 8; ++c) {
-                const uint32_t codes =
-                    *reinterpret_cast<const uint32_t*>(shared.codes[channel + c] + first_lane) >> shift;
-                words.add(2 * r + c / 2 % 2, 2 * (c / 4), c % 2, codes & 15);
-                words.add(2 * r + c / 2 % 2, 2 * (c / 4) + 1, c % 2, codes >> 16 & 15);
+            for (int c = 0; c < 8; c += 2) {
+                const auto of = [&](int channel) {  // of two tokens, four apart
+                    return reinterpret_cast<const uint32_t*>(shared.codes[channel])[first_token / 8] >> shift &
+                           0x000F000Fu;
+                };
+                const uint32_t even = of(channel + c), odd = of(channel + c + 1);
+                words.add(2 * r + c / 2 % 2, 2 * (c / 4), __byte_perm(even, odd, 0x5410));
+                words.add(2 * r + c / 2 % 2, 2 * (c / 4) + 1, __byte_perm(even, odd, 0x7632));
             }
         }
         words.store(part + sizes.codes(true, warp), turn, lane);

@@ -59,18 +59,6 @@ struct StepShared {
     typename KeyExtremes<typename C::P, C::kDim>::Shared extremes[kGroupWarps > 1 ? C::kWarps / kGroupWarps : 1];
 };
 
-// 32 rows of a ring from a slot on.
-template <int DIM>
-__device__ __forceinline__ void fetch_ring(Tile<DIM>& tile, const uint8_t* ring, int slot, int slots, int lane) {
-    constexpr int kChunks = Tile<DIM>::kChunks, kRows = kWarp / kChunks;  // at a time
-    const int first = lane / kChunks, at = tile.place(first, lane % kChunks);
-#pragma unroll 4
-    for (int token = 0; token < kBlockTokens; token += kRows) {
-        const int from = slot + token + first, row = from < slots ? from : from - slots;
-        copy_async(tile.chunks + tile.step(at, token, 0), ring + row * (2 * DIM) + lane % kChunks * 16);
-    }
-}
-
 // Packs what the borders of a block's heads have moved over, all of it in the ring; values only if `with_values`.
 template <class C>
 __device__ __forceinline__ void pack_tiles(StepShared<C>& shared, const Layer& layer, int32_t sequence,
@@ -96,12 +84,14 @@ __device__ __forceinline__ void pack_tiles(StepShared<C>& shared, const Layer& l
                                   number % tiles * kBlockTokens;
             const auto slots = static_cast<unsigned>(store.tail_rows);
             Tile<C::kDim>& tile = shared.tiles[warp];
-            fetch_ring(tile, store.tail_row(sequence, head, windows.sink), from % slots, slots, lane);
-            end_copy_group();
+            const uint8_t* const ring = store.tail_row(sequence, head, windows.sink);
+            const unsigned slot = from % slots;
+            tile.fetch(lane, [&](int first, int further) {
+                const unsigned row = slot + first + further;
+                return ring + (row < slots ? row : row - slots) * (2 * C::kDim);
+            });
             uint8_t* const part = store.page(layer.block(sequence, from / kPageTokens), head);
             const int block = from % kPageTokens / kBlockTokens;
-            wait_for_copies<0>();
-            __syncwarp();
             if (of_keys) {
                 auto& extremes = shared.extremes[StepShared<C>::kGroupWarps > 1 ? warp / StepShared<C>::kGroupWarps : 0];
                 pack_keys<P, C::kKeyBits, C::kDim, C::kKeyGroup>(tile, shared.groups[warp].keys, extremes, part, block);

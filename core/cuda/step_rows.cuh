@@ -1,7 +1,7 @@
 // One row of a head, held by a warp: to a page of 16 bits, or, of values, as codes to its place in the fragment order.
 #pragma once
 #include "cuda/fragment_order.h"
-#include "cuda/pack_tile.cuh"
+#include "cuda/pack_groups.cuh"
 #include "cuda/warp_row.cuh"
 
 namespace kivi::cuda {

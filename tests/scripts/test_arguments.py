@@ -103,6 +103,19 @@ def test_python_scripts(checkout, tools, run, words, expected):
     assert contents(checkout) == before
 
 
+@pytest.mark.parametrize("kernel, status", [("decode", 1), ("prefill", 1), ("pack", 1), ("write", 0)])
+def test_spills(checkout, tools, run, kernel, status):
+    """Kernels of the fast order must not spill."""
+    (checkout / "build.txt").write_text(f"""
+ptxas info    : Compiling entry function '_Z{len(kernel) + 7}{kernel}_kernelv' for 'sm_90'
+    8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 128 registers, 256 bytes smem
+""")
+    ended = run(tools(), "python3", "script/spills.py", "build.txt")
+    assert ended.returncode == status and f"{kernel}_kernel: 128 registers, 8 bytes of spills" in ended.stdout
+    assert ("not allowed" in ended.stdout) == (status == 1)
+
+
 def test_rust_scripts(checkout, tools, run):
     path, before = tools(), contents(checkout)
     one_sentence(run(path, "bindings/rust/scripts/test", "--fast"), 2, "'--fast'")

@@ -73,24 +73,18 @@ struct Pairs<true> {
     }
 };
 
+// Whether both of a pair of magnitudes are finite.
+template <class P>
+__device__ __forceinline__ bool both_finite(uint32_t magnitudes) {
+    constexpr uint32_t kToSign = (0x8000u - P::kInfinity) * 0x10001u;  // of infinity and NaN alone
+    return ((magnitudes + kToSign) & 0x80008000u) == 0;
+}
+
 // a * b + c, rounded once, and clamped to 0 .. 1; NaN becomes 0.
 __device__ __forceinline__ float fma_clamped(float a, float b, float c) {
     float r;
     asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
     return r;
-}
-
-// 16 bytes from global to shared memory behind the thread's back. Copies are waited for by groups, in order.
-__device__ __forceinline__ void copy_async(void* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                     static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-                 "l"(from)
-                 : "memory");
-}
-__device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT>
-__device__ __forceinline__ void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
 }  // namespace kivi::cuda
