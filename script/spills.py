@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 
-FAST = "decode", "prefill", "pack"  # in names of kernels
+FAST = "decode", "prefill", "pack", "step"  # in names of kernels
 
 
 def kernels(log):

@@ -103,7 +103,7 @@ def test_python_scripts(checkout, tools, run, words, expected):
     assert contents(checkout) == before
 
 
-@pytest.mark.parametrize("kernel, status", [("decode", 1), ("prefill", 1), ("pack", 1), ("write", 0)])
+@pytest.mark.parametrize("kernel, status", [("decode", 1), ("prefill", 1), ("pack", 1), ("step", 1), ("write", 0)])
 def test_spills(checkout, tools, run, kernel, status):
     """Kernels of the fast order must not spill."""
     (checkout / "build.txt").write_text(f"""
