@@ -13,22 +13,21 @@ namespace kivi::cuda {
 
 // Every thread of a kernel that was launched so waits here before it reads what an earlier kernel may have written, and
 // before it writes to memory: from here on all kernels before it have ended. Those that end without it would let the
-// next kernel overtake the one before them. What is read sooner is a guess: past L1, of memory that no kernel leaves in a
-// state that cannot be followed, and read again afterwards.
+// next kernel overtake the one before them. What is read sooner is a guess: past L1, of memory that no kernel leaves in
+// a state that cannot be followed, and read again afterwards.
 __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // Allows the next kernel's blocks, if it is launched so, to start once all blocks of this one are there.
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 
-// The first access to each line of the parameters is a trip to memory: `warps` warps make all at once. The instruction is
-// there for the sake of the access, which would be left out.
-template <class Parameters>
-__device__ __forceinline__ void touch_parameters(const Parameters& parameters, int warp, int warps) {
-    constexpr int kLine = 64;
-#pragma unroll 1
-    for (int i = warp; i * kLine < int(sizeof parameters); i += warps) {
-        const uint32_t word = reinterpret_cast<const uint32_t*>(&parameters)[i * (kLine / 4)];
-        asm volatile("{\n.reg .pred never;\nsetp.eq.u32 never, %0, 0x9E3779B9;\n@never nanosleep.u32 0;\n}" ::"r"(word));
-    }
+// The first access to each line of the parameters is a trip to memory: here all are made at once, of the first BYTES.
+// The instruction is there for the sake of the accesses, which would be left out.
+template <size_t BYTES, class Parameters>
+__device__ __forceinline__ void touch_parameters(const Parameters& parameters) {
+    constexpr size_t kLine = 64;
+    uint32_t words = 0;
+#pragma unroll
+    for (size_t at = 0; at < BYTES; at += kLine) words ^= reinterpret_cast<const uint32_t*>(&parameters)[at / 4];
+    asm volatile("{\n.reg .pred never;\nsetp.eq.u32 never, %0, 0x9E3779B9;\n@never nanosleep.u32 0;\n}" ::"r"(words));
 }
 
 // A launch of a kernel that does so.

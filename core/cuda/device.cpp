@@ -30,7 +30,8 @@ void prepare_kernel(const void* kernel, size_t shared_bytes, int carveout) {
     check(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
           "shared memory of a kernel");
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, carveout), "shared memory of a kernel");
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, carveout),
+          "shared memory of a kernel");
 }
 
 DeviceGuard::DeviceGuard(int device) {

@@ -13,8 +13,8 @@ namespace kivi::cuda {
 void check(cudaError_t result, const char* what);
 
 // Loads a kernel on the current device and lets its blocks have this much dynamic shared memory: a kernel that is
-// first loaded by its launch takes memory then. `carveout`: what it prefers of a multiprocessor's memory to be shared, in
-// percent; one with another share than the kernel before it waits until that has left the multiprocessor.
+// first loaded by its launch takes memory then. `carveout`: what it prefers of a multiprocessor's memory to be shared,
+// in percent; one with another share than the kernel before it waits until that has left the multiprocessor.
 void prepare_kernel(const void* kernel, size_t shared_bytes, int carveout = cudaSharedmemCarveoutDefault);
 template <class... Args>
 void prepare_kernel(void (*kernel)(Args...), size_t shared_bytes, int carveout = cudaSharedmemCarveoutDefault) {

@@ -1,5 +1,5 @@
-// Append and flush: kernels for any spec. What a block does is in write_head.cuh; where there are fast kernels, decode steps
-// are step.cu's, and prompts pack.cu's.
+// Append and flush: kernels for any spec. What a block does is in write_head.cuh; where there are fast kernels, decode
+// steps are step.cu's, and prompts pack.cu's.
 //
 // Few tokens take one launch. Many take two: packing is spread over page units, and rows are stored when all is packed.
 // The last block of a row to have read the sequence's state moves it on; until then every block sees the state before

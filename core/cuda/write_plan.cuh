@@ -31,8 +31,8 @@ __device__ inline Step plan(const WriteArgs& args, const RowArg& row) {
     return plan(args, row, args.layer.spans[row.sequence], args.layer.bound[row.sequence]);
 }
 
-// One thread of each of a row's blocks calls this when its block has read the state: the last one moves it on, while all may
-// still be at work.
+// One thread of each of a row's blocks calls this when its block has read the state: the last one moves it on, while
+// all may still be at work.
 __device__ inline void move_on(const Layer& layer, int32_t sequence, const Span& after, unsigned blocks) {
     if (blocks > 1) {
         uint32_t* const arrivals = layer.arrivals + sequence;

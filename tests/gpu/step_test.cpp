@@ -39,7 +39,8 @@ class Both {
 
     // counts[i] tokens to sequence sequences[i]; rows of the tensors are `pad` channels wider than heads.
     void append(const std::vector<int32_t>& sequences, const std::vector<int32_t>& counts, int pad = 0) {
-        const int rows = static_cast<int>(sequences.size()), heads = config_.layer.kv_heads, dim = config_.layer.key_dim;
+        const int rows = static_cast<int>(sequences.size()), heads = config_.layer.kv_heads,
+                  dim = config_.layer.key_dim;
         const int32_t most = *std::max_element(counts.begin(), counts.end());
         const int width = dim + pad;
         Halfs k(numbers.rows(int64_t{1} * rows * most * heads, width), config_.window_dtype);
@@ -159,7 +160,9 @@ const char* const kPresets[] = {"k3v2", "kivi2-sink", "k4v2", "kivi4", "kivi2-pa
 
 }  // namespace
 
-TEST_CASE("every instance, sequences of different lengths, counts from 0 to 16") { check_instances(kInstances, KIVI_F16); }
+TEST_CASE("every instance, sequences of different lengths, counts from 0 to 16") {
+    check_instances(kInstances, KIVI_F16);
+}
 TEST_CASE("the same of bf16") { check_instances(kInstances, KIVI_BF16); }
 TEST_CASE("the published schedule") {
     check_instances(kPublishedInstances, KIVI_F16);
@@ -266,7 +269,8 @@ TEST_CASE("batches whose rows are told by the device, tensors of rank 3") {
                     batch.sequences = on_device, batch.counts = on_device + 4;
                     batch.device = KIVI_CUDA;
                 }
-                const kivi_tensor keys = k.view(cache->device, {20, 3, 128}), values = v.view(cache->device, {20, 3, 128});
+                const kivi_tensor keys = k.view(cache->device, {20, 3, 128}),
+                                  values = v.view(cache->device, {20, 3, 128});
                 KIVI_OK_(kivi_append(*cache, 0, &batch, &keys, &values, nullptr));
             }
         }
