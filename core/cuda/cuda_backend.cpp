@@ -587,6 +587,8 @@ class CudaBackend final : public Backend {
         if (args.steps) prepare_step(args);
         if (layer.fast && has_codes(shape)) {
             args.key.order.order = args.value.order.order = Order::fragment;
+            // Visits read blocks whole. What no token has been written to is masked, but not left to be anything.
+            check(cudaMemset(layer.pages.as(), 0, layer.pages.bytes()), "clearing the pages");
             prepare_prefill(args.key, gpu_);
             prepare_pack(args);
         }

@@ -8,7 +8,7 @@
 
 #include "cuda/decode_config.h"
 #include "cuda/decode_instances.h"
-#include "cuda/decode_kernel.cuh"
+#include "cuda/decode_kernels.h"
 #include "cuda/decode_shared.cuh"
 #include "cuda/dependent_launch.cuh"
 #include "cuda/device.h"
@@ -238,9 +238,9 @@ int32_t prepare_decode(const TensorStore& key, const TensorStore& value) {
     int32_t clusters = std::numeric_limits<int32_t>::max();
     with_instances(key, value, [&](auto config) {
         using C = decltype(config);
-        prepare_kernel(fast::decode_kernel<C>, sizeof(fast::SharedStorage<C>));
+        prepare_kernel(fast::kernel_of<C>(), sizeof(fast::SharedStorage<C>));
         const Launch one = launch_of<C>(fast::kClusterBlocks, fast::kClusterBlocks);
-        clusters = std::min(clusters, most_clusters(fast::decode_kernel<C>, one));
+        clusters = std::min(clusters, most_clusters(fast::kernel_of<C>(), one));
         return false;
     });
     return clusters;
@@ -267,7 +267,7 @@ void decode(const AttendArgs& args, int32_t multiprocessors, bool behind_attend,
             p.spills = p.partials + size_t(multiprocessors) * 2 * C::kPartialFloats;
             p.guesses = behind_attend && !p.on_device;  // what device arrays hold before that may be anything
             const unsigned cluster_blocks = p.clustered ? fast::kClusterBlocks : 1;
-            launch_dependent(fast::decode_kernel<C>, launch_of<C>(blocks, cluster_blocks, stream), p);
+            launch_dependent(fast::kernel_of<C>(), launch_of<C>(blocks, cluster_blocks, stream), p);
         };
         if (!args.invariant) {
             const int32_t segments = args.batch.size * args.layer.key.heads;

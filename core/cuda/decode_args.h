@@ -6,6 +6,8 @@
 
 namespace kivi::cuda::fast {
 
+constexpr float kLog2E = 1.4426950408889634f;  // exponentials are powers of two
+
 // Elements from one batch row, query token and query head to the next.
 struct Strides {
     int64_t row, token, head;

@@ -132,7 +132,8 @@ __device__ __forceinline__ unsigned long long add_to(unsigned long long* ticket,
 }
 // The workspace may hold anything before the first launch: then adding has counted nothing, and one of those who
 // come makes a ticket of it, on which all count anew.
-__device__ __noinline__ unsigned make_ticket(unsigned long long* ticket, unsigned long long seen, unsigned count) {
+inline __device__ __noinline__ unsigned make_ticket(unsigned long long* ticket, unsigned long long seen,
+                                                    unsigned count) {
     for (;;) {
         unsigned long long now;
         asm volatile("atom.acq_rel.gpu.global.cas.b64 %0, [%1], %2, %3;"

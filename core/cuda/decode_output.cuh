@@ -12,7 +12,7 @@
 
 namespace kivi::cuda::fast {
 
-constexpr float kLn2 = 0.69314718056f, kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.69314718056f;
 constexpr float kNoExponent = -1e30f;  // instead of -inf, for rows that see nothing
 
 // Every lane holds four channels of each 128 (at dim 64, lanes 16.. the same as lanes 0..); all lanes know exponent
