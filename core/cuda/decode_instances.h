@@ -1,4 +1,4 @@
-// What the fast kernel is compiled for. One line an instance:
+// What the fast kernel is compiled for; each list below by a file decode_*.cu (decode_kernels.h). One line an instance:
 //
 //   X(window bf16, dim, key bits, value bits, key group, value group, query rows a KV head, warps, blocks a visit,
 //     blocks a step[, published schedule])

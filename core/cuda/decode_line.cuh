@@ -1,8 +1,9 @@
 // The line of work: what a batch holds, and which block and warp does which part of it.
 //
 // All work is a line of visits in (batch row, KV head) order; a segment is the part of one row and head: sink
-// window, tail, pages. Places on the line are weights (bytes in small numbers). Blocks own equal contiguous pieces
-// of the line, warps equal pieces of their block's piece; a visit belongs to the piece in which it begins.
+// window, tail, pages. Places on the line are weights (bytes in small numbers). Blocks own contiguous pieces of the
+// line, equal or of whole rounds of visits (the last ones perhaps none), warps equal pieces of their block's piece; a visit
+// belongs to the piece in which it begins.
 //
 //   line     | row 0 head 0: sink, tail, pages ... | row 0 head 1: ... | ... | row 1 head 0: ...
 //   blocks   |------ block 0 ------|------ block 1 ------|------ block 2 ------| ...

@@ -6,7 +6,7 @@
 //   pages  [block][head][page bytes]: K part, then V part
 //
 // The truth of lengths, borders and page tables is on the device, so that a captured step can be replayed:
-// kernels read the state of a sequence, and the last block that finishes a row moves it on.
+// kernels read the state of a sequence, and the last block to have read it moves it on.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -79,7 +79,7 @@ struct Layer {
     int64_t table_stride = 0;
     const int32_t* bound = nullptr;  // [sequence]: valid entries of the table
     int32_t* full = nullptr;         // [sequence]: 1 after an append that found no room
-    uint32_t* arrivals = nullptr;    // [sequence], of this layer: blocks that have finished the row at hand
+    uint32_t* arrivals = nullptr;    // [sequence], of this layer: blocks that have read the state
     unsigned long long* saturated = nullptr;
     FeedbackTables feedback;
     int32_t clusters = 0;  // of the decode kernel (decode.h) that can run at the same time

@@ -3,7 +3,7 @@
 // canonical   the order of export (format/layout.h): serves every spec
 // fragment    the order of tensor core operands (fragment_order.h): where decode.h has a kernel for 2 to 4 bits
 //
-// Packers write through an order's `write`: the codes of some tokens are cut into pieces that belong to these
+// The general packer and import write through an order's `write`: the codes of some tokens are cut into pieces that belong to these
 // tokens alone (words, or bytes where a row ends inside a word), and any thread can write any piece.
 #pragma once
 #include <cstdint>

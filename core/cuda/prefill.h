@@ -1,6 +1,6 @@
-// Attention over the fragment order of pages for what decode.h does not take: many query rows (prompts in pieces,
-// drafts of several tokens), keys and values of the call, windows, soft caps, learned sinks. Head dims 64, 128 and 256.
-// What the host calls.
+// Attention over the fragment order of pages for what decode.h does not take: more query rows than its instances have
+// (prompts in pieces, longer drafts), rows of unequal counts, windows that end among the call's own keys. Head dims 64, 128
+// and 256. What the host calls.
 #pragma once
 #include "cuda/launch.h"
 

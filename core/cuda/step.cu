@@ -47,7 +47,7 @@ struct HeadRows {
     int32_t sequence;
 
     template <class T>
-    __device__ __forceinline__ T choose(T of_keys, T of_values) const {  // both are read
+    __device__ __forceinline__ T choose(T of_keys, T of_values) const {  // without a branch
         return item % 2 == 0 ? of_keys : of_values;
     }
     __device__ __forceinline__ const TensorStore& k() const { return args.layer.key; }

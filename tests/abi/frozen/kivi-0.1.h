@@ -301,7 +301,7 @@ typedef struct kivi_support {
     size_t struct_size;
     int32_t supported;   /* 1: create accepts this layer under this config */
     int32_t attend_path; /* enum kivi_path */
-    int32_t pack_path;   /* enum kivi_path */
+    int32_t pack_path;   /* enum kivi_path; of prompts */
     int32_t reserved0;
     double bits_per_element; /* of a packed token, scale and min included, mean over K and V */
     char reason[512];    /* why refused, or why not the fast path; "" if neither */
@@ -311,7 +311,8 @@ typedef struct kivi_support {
  * KIVI_OK with supported 0 and the reason for a well-formed config that create refuses. On CUDA the fast path
  * serves calls whose q and out (and fresh k and v) are of window_dtype with rows on multiples of 16 bytes.
  * Other calls on the layer take the general one; with 16 bits so do those with more than 16 (at head dim 256,
- * 8) queries times query heads a KV head, or with fresh k and v and a window_left below 16. */
+ * 8) queries times query heads a KV head, or with fresh k and v and a window_left below the most queries that
+ * this leaves room for. */
 KIVI_API kivi_status kivi_query_support(const kivi_config *config, int32_t layer, kivi_support *support,
                                         size_t struct_size);
 

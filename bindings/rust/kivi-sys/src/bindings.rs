@@ -462,7 +462,7 @@ pub struct kivi_support {
     pub supported: i32,
     #[doc = "```text\nenum kivi_path\n```"]
     pub attend_path: i32,
-    #[doc = "```text\nenum kivi_path\n```"]
+    #[doc = "```text\nenum kivi_path; of prompts\n```"]
     pub pack_path: i32,
     pub reserved0: i32,
     #[doc = "```text\nof a packed token, scale and min included, mean over K and V\n```"]
@@ -495,7 +495,7 @@ impl Default for kivi_support {
     }
 }
 extern "C" {
-    #[doc = "```text\nWhat create would say to `layer` of this config and which code would serve it. [SUPPORT-1] Returns\nKIVI_OK with supported 0 and the reason for a well-formed config that create refuses. On CUDA the fast path\nserves calls whose q and out (and fresh k and v) are of window_dtype with rows on multiples of 16 bytes.\nOther calls on the layer take the general one; with 16 bits so do those with more than 16 (at head dim 256,\n8) queries times query heads a KV head, or with fresh k and v and a window_left below 16.\n```"]
+    #[doc = "```text\nWhat create would say to `layer` of this config and which code would serve it. [SUPPORT-1] Returns\nKIVI_OK with supported 0 and the reason for a well-formed config that create refuses. On CUDA the fast path\nserves calls whose q and out (and fresh k and v) are of window_dtype with rows on multiples of 16 bytes.\nOther calls on the layer take the general one; with 16 bits so do those with more than 16 (at head dim 256,\n8) queries times query heads a KV head, or with fresh k and v and a window_left below the most queries that\nthis leaves room for.\n```"]
     pub fn kivi_query_support(
         config: *const kivi_config,
         layer: i32,
