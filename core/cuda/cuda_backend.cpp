@@ -96,6 +96,11 @@ class OwnStream {
         check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_), "copying");
         check(cudaStreamSynchronize(stream_), "copying");
     }
+    void clear(void* at, uint64_t bytes) const {
+        if (bytes == 0) return;
+        check(cudaMemsetAsync(at, 0, bytes, stream_), "clearing");
+        check(cudaStreamSynchronize(stream_), "clearing");
+    }
 
   private:
     cudaStream_t stream_ = nullptr;
@@ -455,6 +460,7 @@ class CudaBackend final : public Backend {
             if (!model_.has(static_cast<int>(i))) continue;
             LayerMemory& layer = layers_[i];
             own_->copy(grown[i].as(), layer.pages.as(), layer.pages.bytes());
+            clear_pages(layer, grown[i], layer.pages.bytes());
         }
         check(cudaDeviceSynchronize(), "growing the pool");  // readers of the old pages
         for (size_t i = 0; i < layers_.size(); ++i) {
@@ -541,6 +547,12 @@ class CudaBackend final : public Backend {
         return static_cast<uint64_t>(blocks) * shape.kv_heads * page_bytes(shape, model_.window_dtype);
     }
 
+    // New pages, from byte `from` on. Visits of fast kernels read blocks whole: what no token has been written to is
+    // masked, but not left to be anything.
+    void clear_pages(const LayerMemory& layer, const Memory& pages, uint64_t from) const {
+        if (layer.args.key.order.order == Order::fragment) own_->clear(pages.as() + from, pages.bytes() - from);
+    }
+
     void make_layer(int index, int64_t blocks, const StateLayout& at) {
         const kivi_layer& shape = model_.layers[index];
         LayerMemory& layer = layers_[index];
@@ -587,8 +599,7 @@ class CudaBackend final : public Backend {
         if (args.steps) prepare_step(args);
         if (layer.fast && has_codes(shape)) {
             args.key.order.order = args.value.order.order = Order::fragment;
-            // Visits read blocks whole. What no token has been written to is masked, but not left to be anything.
-            check(cudaMemset(layer.pages.as(), 0, layer.pages.bytes()), "clearing the pages");
+            clear_pages(layer, layer.pages, 0);
             prepare_prefill(args.key, gpu_);
             prepare_pack(args);
         }

@@ -21,16 +21,12 @@ constexpr int32_t kFirstCapability = 90, kEndCapability = 120;
 constexpr int64_t kMaxTokens = 1 << 24;  // places on the line of work are 32-bit
 constexpr size_t kRoomForRuns = size_t{32} << 20;  // bytes; rows with more runs come in several launches
 
-int value_group(const TensorStore& value) {
-    return value.spec().group == KIVI_GROUP_HEAD ? value.dim : value.spec().group;
-}
-
 template <class C>
 bool fits(const TensorStore& key, const TensorStore& value) {
     return key.dim == C::kDim && value.dim == C::kDim && key.window_dtype == (C::kBf16 ? KIVI_BF16 : KIVI_F16) &&
            key.spec().bits == C::kKeyBits && value.spec().bits == C::kValueBits &&
            (key.windows.schedule == KIVI_SCHEDULE_PUBLISHED) == C::kPublished &&
-           (C::kPlain || (key.spec().group == C::kKeyGroup && value_group(value) == C::kDim / C::kValueGroups));
+           (C::kPlain || (key.spec().group == C::kKeyGroup && value.group() == C::kDim / C::kValueGroups));
 }
 
 // visit(Config) for the layer's instances, until it returns true; whether it did.

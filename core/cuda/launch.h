@@ -38,6 +38,7 @@ struct TensorStore {
     int64_t part_offset = 0;   // of this tensor inside a page
 
     KIVI_HOST_DEVICE const kivi_spec& spec() const { return order.spec; }
+    KIVI_HOST_DEVICE int32_t group() const { return spec().group == KIVI_GROUP_HEAD ? dim : spec().group; }
     KIVI_HOST_DEVICE bool rotated() const { return order.spec.transform == KIVI_TRANSFORM_HADAMARD; }
     KIVI_HOST_DEVICE int64_t row_bytes() const { return dim * static_cast<int64_t>(dtype_bytes(window_dtype)); }
     KIVI_HOST_DEVICE uint8_t* sink_row(int32_t sequence, int head, int64_t position) const {

@@ -425,7 +425,7 @@ template <class Visit>
 bool with_config(const Layer& layer, const Visit& visit) {
     const kivi_spec& k = layer.key.spec();
     const kivi_spec& v = layer.value.spec();
-    const int dim = layer.key.dim, group = v.group == KIVI_GROUP_HEAD ? dim : v.group;
+    const int dim = layer.key.dim, group = layer.value.group();
     const bool bf16 = layer.key.window_dtype == KIVI_BF16;
 #define KIVI_VISIT_PACK(BF16, DIM, KEY_BITS, VALUE_BITS, KEY_GROUP, VALUE_GROUP, ...)                           \
     if constexpr (KEY_BITS < 16) {                                                                              \

@@ -239,7 +239,7 @@ template <class Visit>
 bool with_config(const TensorStore& key, const TensorStore& value, const Visit& visit) {
     const kivi_spec& k = key.spec();
     const kivi_spec& v = value.spec();
-    const int dim = key.dim, group = v.group == KIVI_GROUP_HEAD ? dim : v.group;
+    const int dim = key.dim, group = value.group();
     const bool bf16 = key.window_dtype == KIVI_BF16;
 #define KIVI_VISIT_STEP(BF16, DIM, KEY_BITS, VALUE_BITS, KEY_GROUP, VALUE_GROUP, ...)                            \
     if (bf16 == BF16 && dim == DIM && k.bits == KEY_BITS && v.bits == VALUE_BITS &&                              \

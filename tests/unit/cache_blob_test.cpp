@@ -160,6 +160,27 @@ TEST_CASE("nonsense with a right CRC is corrupt or a mismatch, never believed") 
     CHECK(import(cache, 1, blob) == KIVI_OK);
 }
 
+TEST_CASE("borders that no append and no flush reaches together are corrupt, each sound by itself") {
+    const size_t record = 96, value_border = record + 88;
+    // Values of 16 bits take the same bytes on both sides of their border.
+    for (const char* preset : {"f16", "kivi2-paper"}) {
+        CAPTURE(preset);
+        kivi_config config = small_config(preset);
+        config.layer.v = {16, 0, 0, 0, 0, 0, 0, 0, {}};
+        if (config.schedule == KIVI_SCHEDULE_ROLLING) config.recent = 32;
+        TestCache cache(config);
+        REQUIRE(cache.append(0, 200) == KIVI_OK);
+        const std::vector<uint8_t> blob = cache.blob(0);
+        int64_t border;
+        std::memcpy(&border, &blob[value_border], sizeof border);
+        CHECK(import(cache, 1, patched(blob, value_border, border)) == KIVI_OK);
+        CHECK(import(cache, 2, patched(blob, value_border, int64_t{190})) == KIVI_ERROR_CORRUPT);
+        CAPTURE(error());
+        CHECK(error().find("the borders of layer 0 are not those of length 200") != std::string::npos);
+        CHECK(cache.length(0, 2) == 0);
+    }
+}
+
 TEST_CASE("fault 97: blobs of another layout are a mismatch") {
     TestCache from(small_config());
     REQUIRE(from.append(0, 200) == KIVI_OK);
