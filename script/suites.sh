@@ -8,7 +8,7 @@ readonly max_library_kib=4096  # stripped of symbols
 readonly max_cuda_build_seconds=1200 # the library with CUDA code for one GPU architecture, likewise
 readonly max_cuda_library_kib=12288
 readonly max_release_build_seconds=3600 # with code for every architecture
-readonly max_release_library_kib=28672
+readonly max_release_library_kib=24576
 
 # count KIND FILE: counts from a runner's report (results.py).
 count() { python3 "$root/script/results.py" "$1" "$2" >>"$results"; }
