@@ -174,6 +174,27 @@ class Cache {
     kivi_cache* handle_ = nullptr;
 };
 
+// A sequence of both caches holds the same bytes, which it returns.
+inline std::vector<uint8_t> check_same_blob(const Cache& cpu, const Cache& gpu, int32_t sequence) {
+    CAPTURE(sequence);
+    const std::vector<uint8_t> expected = cpu.blob(sequence), got = gpu.blob(sequence);
+    REQUIRE(expected.size() == got.size());
+    size_t wrong = 0, first = 0;
+    for (size_t byte = expected.size(); byte-- > 0;) {
+        if (expected[byte] != got[byte]) ++wrong, first = byte;
+    }
+    CAPTURE(first);
+    CHECK(wrong == 0);
+    return expected;
+}
+
+inline void check_same_saturation(const Cache& cpu, const Cache& gpu) {
+    kivi_statistics of_cpu{}, of_gpu{};
+    KIVI_OK_(kivi_query_statistics(cpu, 0, &of_cpu, sizeof of_cpu));
+    KIVI_OK_(kivi_query_statistics(gpu, 0, &of_gpu, sizeof of_gpu));
+    CHECK(of_cpu.saturated_rows == of_gpu.saturated_rows);
+}
+
 // Device memory for attend.
 class Workspace {
   public:

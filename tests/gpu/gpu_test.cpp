@@ -159,14 +159,7 @@ void compare(const NamedSpec& key, const NamedSpec& value, const Shape& shape, i
     KIVI_OK_(kivi_flush_residual(pair.cpu, 0, &batch, nullptr));
     KIVI_OK_(kivi_flush_residual(pair.gpu, 0, &batch, nullptr));
     for (int32_t sequence : {0, 1}) {
-        const std::vector<uint8_t> expected = pair.cpu.blob(sequence), got = pair.gpu.blob(sequence);
-        REQUIRE(expected.size() == got.size());
-        size_t wrong = 0, first = 0;
-        for (size_t byte = expected.size(); byte-- > 0;) {
-            if (expected[byte] != got[byte]) ++wrong, first = byte;
-        }
-        CAPTURE(first);
-        CHECK(wrong == 0);
+        const std::vector<uint8_t> expected = check_same_blob(pair.cpu, pair.gpu, sequence);
         KIVI_OK_(kivi_import(pair.gpu, 2, expected.data(), expected.size(), nullptr));
         CHECK(pair.gpu.blob(2) == expected);
     }

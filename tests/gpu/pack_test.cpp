@@ -120,21 +120,8 @@ class Pair {
     }
 
     void compare() {
-        for (int32_t sequence : {0, 1}) {
-            const std::vector<uint8_t> expected = cpu.blob(sequence), got = gpu.blob(sequence);
-            REQUIRE(expected.size() == got.size());
-            size_t wrong = 0, first = 0;
-            for (size_t byte = expected.size(); byte-- > 0;) {
-                if (expected[byte] != got[byte]) ++wrong, first = byte;
-            }
-            CAPTURE(sequence);
-            CAPTURE(first);
-            CHECK(wrong == 0);
-        }
-        kivi_statistics of_cpu{}, of_gpu{};
-        KIVI_OK_(kivi_query_statistics(cpu, 0, &of_cpu, sizeof of_cpu));
-        KIVI_OK_(kivi_query_statistics(gpu, 0, &of_gpu, sizeof of_gpu));
-        CHECK(of_cpu.saturated_rows == of_gpu.saturated_rows);
+        for (int32_t sequence : {0, 1}) check_same_blob(cpu, gpu, sequence);
+        check_same_saturation(cpu, gpu);
     }
 
     Cache cpu, gpu;
