@@ -365,7 +365,7 @@ kivi_status kivi_append(kivi_cache* handle, int32_t layer, const kivi_batch* row
         const ExclusiveUse cache(handle);
         const kivi_layer& shape = cache->layer(layer);
         const Place place = place_of(cache->model());
-        const Batch batch = check_batch(rows, cache->model());
+        Batch batch = check_batch(rows, cache->model());
         const View keys = check_batch_tensor(k, {"k", shape.kv_heads, shape.key_dim}, batch, place);
         const View values = check_batch_tensor(v, {"v", shape.kv_heads, shape.value_dim}, batch, place);
         cache->append(layer, batch, keys, values, stream);
@@ -388,7 +388,7 @@ kivi_status kivi_attend(const kivi_cache* handle, int32_t layer, const kivi_batc
         const SharedUse cache(handle);
         const kivi_layer& shape = cache->layer(layer);
         const Place place = place_of(cache->model());
-        const Batch batch = check_batch(rows, cache->model());
+        Batch batch = check_batch(rows, cache->model());
         AttendRequest request;
         request.q = check_batch_tensor(q, {"q", shape.q_heads, shape.key_dim}, batch, place);
         request.out = check_batch_tensor(out, {"out", shape.q_heads, shape.value_dim, true}, batch, place);
@@ -509,7 +509,7 @@ kivi_status kivi_moments_accumulate(kivi_cache* handle, int32_t layer, const kiv
         const ExclusiveUse cache(handle);
         const kivi_layer& shape = cache->query_aware_layer(layer);
         const Place place = place_of(cache->model());
-        const Batch batch = check_batch(rows, cache->model(), BatchUse::counts);
+        Batch batch = check_batch(rows, cache->model(), BatchUse::counts);
         const View queries = check_batch_tensor(q, {"q", shape.q_heads, shape.key_dim}, batch, place);
         cache->accumulate_moments(layer, batch, queries, stream);
     });

@@ -1,6 +1,7 @@
 // Checks of tensors. Strides of sizes 0 and 1 are never used and may hold anything.
 #include "api/tensor_check.h"
 
+#include <algorithm>
 #include <cstdint>
 
 #include "api/struct_size.h"
@@ -105,7 +106,7 @@ void check_tensor(const kivi_tensor* tensor, const TensorRule& rule, Place place
     check_extent(*tensor, name);
 }
 
-View check_batch_tensor(const kivi_tensor* tensor, const TensorRule& rule, const Batch& batch, Place place) {
+View check_batch_tensor(const kivi_tensor* tensor, const TensorRule& rule, Batch& batch, Place place) {
     check_tensor(tensor, rule, place);
     const int first = tensor->rank - (rule.dim > 0 ? 3 : 2);  // axis of the tokens
     check_inner_sizes(*tensor, rule, first);
@@ -121,6 +122,7 @@ View check_batch_tensor(const kivi_tensor* tensor, const TensorRule& rule, const
         refuse_argument(rule.name, ": shape[", first, "] (tokens) is ", tensor->shape[first],
                         "; the batch needs ", needed);
     }
+    if (first == 0) batch.tokens = std::min(batch.tokens, tensor->shape[0]);
     return batch.active > 0 ? make_view(*tensor, first, rule.dim > 0) : View{};
 }
 

@@ -23,8 +23,9 @@ struct TensorRule {
 };
 
 // [rows, tokens, heads, dim] or [tokens, heads, dim] (without dim: one size less) for the rows of a batch.
-// An empty view if the batch has no work.
-View check_batch_tensor(const kivi_tensor* tensor, const TensorRule& rule, const Batch& batch, Place place);
+// An empty view if the batch has no work. Which rows of device arrays a rank-3 tensor has room for is not known here:
+// its tokens are noted in the batch.
+View check_batch_tensor(const kivi_tensor* tensor, const TensorRule& rule, Batch& batch, Place place);
 
 // [tokens, heads, dim] with exactly `tokens` tokens.
 View check_tokens_tensor(const kivi_tensor* tensor, const TensorRule& rule, int64_t tokens, Place place = {});

@@ -42,6 +42,7 @@ struct DeviceRows {
     const int32_t* sequences = nullptr;
     const int32_t* counts = nullptr;
     const int64_t* offsets = nullptr;
+    int64_t tokens = 0;  // of the shortest rank-3 tensor of the call
 };
 
 struct Rows {

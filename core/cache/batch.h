@@ -1,6 +1,7 @@
 // A checked batch: which sequences a call is about and how many tokens each brings.
 #pragma once
 #include <cstdint>
+#include <limits>
 
 namespace kivi {
 
@@ -12,6 +13,7 @@ struct Batch {
     const int64_t* offsets = nullptr;  // NULL: running sum of counts
 
     bool on_device = false;  // the arrays are device memory: nothing here reads them
+    int64_t tokens = std::numeric_limits<int64_t>::max();  // then: of the call's shortest rank-3 tensor
 
     // Found by the check, over rows that are not skipped.
     int32_t active = 0;      // rows with work

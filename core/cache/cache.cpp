@@ -29,7 +29,7 @@ size_t aligned(size_t bytes) {
 }
 
 DeviceRows device_rows(const Batch& batch) {
-    return {batch.rows, batch.max_count, batch.sequences, batch.counts, batch.offsets};
+    return {batch.rows, batch.max_count, batch.sequences, batch.counts, batch.offsets, batch.tokens};
 }
 
 int64_t packed_tokens(const Windows& windows, const Span& span, Part part) {

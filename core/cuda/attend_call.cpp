@@ -29,7 +29,7 @@ int32_t alike_until(const AttendArgs& args, int32_t count) {
 
 // Leaves rows of least .. most tokens; whether there can be any.
 bool keep_rows(BatchArgs& batch, int32_t least, int32_t most) {
-    const bool alike = batch.on_device && batch.counts == nullptr;  // all have max_count
+    const bool alike = batch.on_device && batch.arrays.counts == nullptr;  // all have max_count
     if (alike && most < batch.max_count) return false;
     batch.least_count = least;
     batch.max_count = std::min(most, batch.max_count);

@@ -4,21 +4,49 @@
 
 namespace kivi::cuda {
 
-// Row r of this launch; a skipped one has count 0.
-__device__ inline RowArg row_of(const BatchArgs& batch, int r) {
-    if (!batch.on_device) return batch.rows[r];
-    const int index = batch.first_row + r;
+// A count out of range is none, so that it moves no row behind it [BATCH-3].
+__device__ __forceinline__ int32_t count_at(const BatchArrays& batch, int index) {
+    const int32_t count = batch.counts != nullptr ? batch.counts[index] : batch.max_count;
+    return count >= 0 && count <= batch.max_count ? count : 0;
+}
+
+// Row `index` of a device batch; a skipped one has count 0, and anything else.
+__device__ __forceinline__ RowArg row_at(const BatchArrays& batch, int index) {
     RowArg row;
     row.index = index;
     row.sequence = batch.sequences != nullptr ? batch.sequences[index] : index;
-    row.count = batch.counts != nullptr ? batch.counts[index] : batch.max_count;
-    row.offset = 0;
+    row.count = count_at(batch, index);
     if (batch.offsets != nullptr) {
         row.offset = batch.offsets[index];
+    } else if (batch.counts == nullptr) {
+        row.offset = static_cast<int64_t>(index) * batch.max_count;
     } else {
-        for (int i = 0; i < index; ++i) row.offset += batch.counts != nullptr ? batch.counts[i] : batch.max_count;
+        row.offset = 0;
+#pragma unroll 1
+        for (int i = 0; i < index; ++i) row.offset += count_at(batch, i);
     }
-    if (row.sequence < 0 || row.count > batch.max_count || row.count < batch.least_count) row.count = 0;
+    const bool there = row.sequence >= 0 && row.sequence < batch.max_sequences && row.offset >= 0 &&
+                       row.offset <= batch.tokens - row.count;
+    if (!there) row.count = 0;
+    return row;
+}
+
+// Row r of this launch; a skipped one has count 0.
+__device__ __forceinline__ RowArg row_of(const BatchArgs& batch, int r) {
+    if (!batch.on_device) return batch.rows[r];
+    RowArg row = row_at(batch.arrays, batch.first_row + r);
+    if (row.count > batch.max_count || row.count < batch.least_count) row.count = 0;
+    return row;
+}
+
+// The same of a call that moves sequences on: of a device batch's rows for one sequence all but the first are skipped.
+__device__ __forceinline__ RowArg moving_row_of(const BatchArgs& batch, int r) {
+    RowArg row = row_of(batch, r);
+    if (!batch.on_device || batch.arrays.sequences == nullptr) return row;
+#pragma unroll 1
+    for (int i = 0; i < row.index; ++i) {
+        if (batch.arrays.sequences[i] == row.sequence && count_at(batch.arrays, i) > 0) row.count = 0;
+    }
     return row;
 }
 

@@ -504,9 +504,8 @@ class CudaBackend final : public Backend {
             batch.on_device = true;
             batch.max_count = from.max_count;
             batch.most_pages = blocks_per_sequence(model_);
-            batch.sequences = from.sequences;
-            batch.counts = from.counts;
-            batch.offsets = from.offsets;
+            batch.arrays = {from.sequences,       from.counts,    from.offsets,
+                            model_.max_sequences, from.max_count, from.tokens};
             if (from.sequences != nullptr) check_device_pointer("batch.sequences", from.sequences, device_);
             if (from.counts != nullptr) check_device_pointer("batch.counts", from.counts, device_);
             if (from.offsets != nullptr) check_device_pointer("batch.offsets", from.offsets, device_);

@@ -63,9 +63,7 @@ fast::DecodeArgs arguments(const AttendArgs& args, int32_t blocks) {
     fast::DecodeArgs p{};
     p.spans = layer.spans;
     p.table = layer.table;
-    p.sequences = batch.sequences;
-    p.counts = batch.counts;
-    p.offsets = batch.offsets;
+    p.arrays = batch.arrays;
     p.batch_rows = batch.size;
     p.first_row = batch.first_row;
     p.kv_heads = layer.key.heads;
@@ -209,14 +207,19 @@ bool decode_takes(const AttendArgs& args) {
         args.batch.size * static_cast<int64_t>(layer.key.heads) * layer.max_tokens > int64_t{64} * kMaxTokens) {
         return false;
     }
-    if (args.batch.on_device) {
-        return args.batch.counts == nullptr || args.batch.max_count == 1 ||
-               args.batch.least_count == args.batch.max_count;
+    const BatchArgs& batch = args.batch;
+    constexpr int64_t kEndOffset = int64_t{1} << 31;
+    if (batch.on_device) {
+        const BatchArrays& arrays = batch.arrays;
+        const int64_t end = arrays.offsets != nullptr ? arrays.tokens
+                                                      : int64_t{batch.first_row + batch.size} * arrays.max_count;
+        return end <= kEndOffset &&
+               (arrays.counts == nullptr || batch.max_count == 1 || batch.least_count == batch.max_count);
     }
-    for (int32_t i = 0; i < args.batch.size; ++i) {
-        const RowArg& row = args.batch.rows[i];
+    for (int32_t i = 0; i < batch.size; ++i) {
+        const RowArg& row = batch.rows[i];
         if (row.count == 0) continue;
-        if (row.count != args.batch.max_count || row.offset >= int64_t{1} << 31) return false;
+        if (row.count != batch.max_count || row.offset >= kEndOffset) return false;
     }
     return true;
 }

@@ -33,8 +33,7 @@ struct alignas(8) RowPlace {
 struct DecodeArgs {
     const Span* spans;     // [sequence]
     const int32_t* table;  // [sequence][table_stride]
-    const int32_t *sequences, *counts;  // of device batches, each may be NULL
-    const int64_t* offsets;
+    BatchArrays arrays;    // of device batches
     int32_t batch_rows, first_row, kv_heads, tokens;  // tokens: of each row
     Divisor group, query_rows;                        // query heads of a KV head; group * tokens
     int32_t segment_blocks;                           // most that segments can have each, if that is nearly all; or 0

@@ -16,6 +16,7 @@
 
 #include <cstdint>
 
+#include "cuda/batch.cuh"
 #include "cuda/decode_args.h"
 #include "cuda/decode_instructions.cuh"
 
@@ -92,17 +93,10 @@ __device__ __forceinline__ BatchRow read_row(const DecodeArgs& p, int r) {
         row.index = place.index;
         if (p.ragged) row.offset = p.offset[r];
     } else {
-        row.index = p.first_row + r;
-        row.sequence = p.sequences != nullptr ? p.sequences[row.index] : row.index;
-        row.offset = row.index * p.tokens;
-        if (p.counts != nullptr && p.counts[row.index] != p.tokens) row.sequence = -1;
-        if (p.offsets != nullptr) {
-            row.offset = static_cast<int>(p.offsets[row.index]);
-        } else if (p.counts != nullptr) {
-            row.offset = 0;
-#pragma unroll 1
-            for (int i = 0; i < row.index; ++i) row.offset += p.counts[i];
-        }
+        const RowArg of_batch = row_at(p.arrays, p.first_row + r);
+        row.sequence = of_batch.count == p.tokens ? of_batch.sequence : -1;
+        row.index = of_batch.index;
+        row.offset = static_cast<int>(of_batch.offset);
     }
     if (row.sequence >= 0) {
         // Length and borders may be of different times (DecodeArgs::guesses): all parts are within the length anyway.

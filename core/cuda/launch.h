@@ -99,18 +99,24 @@ struct RowArg {
     int32_t count;
     int64_t offset;  // of rank-3 tensors
 };
+// The arrays of a device batch, each of which may be NULL (kivi_batch), and the limits of what they hold.
+struct BatchArrays {
+    const int32_t* sequences = nullptr;
+    const int32_t* counts = nullptr;
+    const int64_t* offsets = nullptr;
+    int32_t max_sequences = 0;
+    int32_t max_count = 0;
+    int64_t tokens = 0;  // of the shortest rank-3 tensor
+};
 constexpr int kRowsAtOnce = 64;  // larger batches take several launches
 struct BatchArgs {
     int32_t size = 0;         // rows of this launch
     int32_t max_count = 0;    // tokens of the longest row; on the device, rows with more are skipped
     int32_t least_count = 0;  // rows with fewer are skipped
     int64_t most_pages = 0;   // of a row, until the host binds more
-    // Device arrays; each may be NULL (kivi_batch). Rows begin at first_row.
-    bool on_device = false;
+    bool on_device = false;   // rows are those of the arrays, from first_row on
     int32_t first_row = 0;
-    const int32_t* sequences = nullptr;
-    const int32_t* counts = nullptr;
-    const int64_t* offsets = nullptr;
+    BatchArrays arrays;
     RowArg rows[kRowsAtOnce];
 };
 

@@ -2,7 +2,7 @@
 // group. A block owns a square of the matrix and walks over all queries, a few at a time in shared memory.
 #include <cuda_runtime.h>
 
-#include "cuda/batch.cuh"
+#include "cuda/launch.h"
 #include "cuda/warp_row.cuh"
 
 namespace kivi::cuda {
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads) moments_kernel(const __grid_constant
     const bool inside = down < dim && across < dim;
     float sum[kEach][kEach] = {};
     for (int r = 0; r < args.batch.size; ++r) {
-        const RowArg row = row_of(args.batch, r);
+        const RowArg row = args.batch.rows[r];  // of the host: kivi_moments_accumulate takes no device arrays
         const int64_t queries = static_cast<int64_t>(row.count) * group;
         for (int64_t begin = 0; begin < queries; begin += kQueries) {
             const int count = static_cast<int>(min(queries - begin, static_cast<int64_t>(kQueries)));

@@ -117,7 +117,7 @@ __device__ __forceinline__ Pages pages_of(const TensorStore& store, const View& 
 
 // The row and what happens to it, for one thread of a block. False if there is nothing to do.
 __device__ __forceinline__ bool find_step(const WriteArgs& args, RowArg& row, Step& step) {
-    row = row_of(args.batch, blockIdx.z);
+    row = moving_row_of(args.batch, blockIdx.z);
     if (row.count == 0) return false;
     step = plan(args, row);
     if (!step.possible) args.layer.full[row.sequence] = 1;

@@ -121,8 +121,8 @@ struct HeadRows {
     }
     // Of the page that holds what is `from` tokens behind the sink window.
     __device__ __forceinline__ uint8_t* page(unsigned from) const {
-        const int64_t place =
-            static_cast<int64_t>(args.layer.block(sequence, from / kPageTokens)) * k().heads + item / 2;
+        const int32_t block = __ldcg(args.layer.table + sequence * args.layer.table_stride + from / kPageTokens);
+        const int64_t place = static_cast<int64_t>(block) * k().heads + item / 2;
         return k().pages + place * k().page_bytes + choose(k().part_offset, v().part_offset);
     }
 
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kStepThreads, 8) step_kernel(const __grid_cons
     const uint8_t* input = nullptr;
     if (!args.batch.on_device) row = args.batch.rows[blockIdx.y], input = rows.input(row, 0);
     wait_for_earlier_kernels();
-    if (args.batch.on_device) row = row_of(args.batch, blockIdx.y), input = rows.input(row, 0);
+    if (args.batch.on_device) row = moving_row_of(args.batch, blockIdx.y), input = rows.input(row, 0);
     if (row.count == 0) return;
     rows.sequence = row.sequence;
     const auto* const at = reinterpret_cast<const long long*>(args.layer.spans + row.sequence);

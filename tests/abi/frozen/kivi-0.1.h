@@ -127,8 +127,12 @@ typedef struct kivi_tensor {
  *   rank-3 tensors  [tokens, heads, dim]: row r uses counts[r] tokens from offsets[r] on; without
  *                   offsets the rows follow one another without gaps
  *
- * [BATCH-1] A row with id -1 or count 0 is skipped: nothing is read or written for it. [BATCH-2] A
- * sequence may stand in one row only. All zero after init: fill rows and what differs from the defaults. */
+ * [BATCH-1] A row with id -1 or count 0 is skipped: nothing is read or written for it; its count moves the rows
+ * behind it all the same. [BATCH-2] A sequence may stand in one row only. [BATCH-3] What breaks these rules is
+ * refused in host arrays. In device arrays an id that is out of range counts as -1, a count below 0 or above
+ * max_count as 0; a row is skipped too if a rank-3 tensor does not have all of its tokens, and, by kivi_append and
+ * kivi_flush_residual, if its sequence stands in an earlier row with a count. All zero after init: fill rows and
+ * what differs from the defaults. */
 typedef struct kivi_batch {
     size_t struct_size;
     int32_t rows;
@@ -138,8 +142,8 @@ typedef struct kivi_batch {
     const int32_t *counts;    /* [rows]; NULL: max_count for every row */
     const int64_t *offsets;   /* [rows]; rank-3 tensors only; NULL: running sum of counts */
     int32_t device;           /* where the three arrays live; 0 or KIVI_CPU: host memory; KIVI_CUDA: the cache's
-                                 device. Then they are read when the stream gets there, ids and counts that are
-                                 out of range are skipped, and lengths are known after kivi_synchronize */
+                                 device. Then they are read when the stream gets there, and lengths are known
+                                 after kivi_synchronize */
     int32_t reserved0;
 } kivi_batch;
 

@@ -96,7 +96,7 @@ impl Default for kivi_tensor {
         }
     }
 }
-#[doc = "```text\nWhich sequences a work call is about, and how many tokens each brings. Row r of the batch is sequence\nsequences[r] with counts[r] tokens.\n\n  rank-4 tensors  [rows, tokens, heads, dim]: row r uses the first counts[r] of its tokens\n  rank-3 tensors  [tokens, heads, dim]: row r uses counts[r] tokens from offsets[r] on; without\n                  offsets the rows follow one another without gaps\n\n[BATCH-1] A row with id -1 or count 0 is skipped: nothing is read or written for it. [BATCH-2] A\nsequence may stand in one row only. All zero after init: fill rows and what differs from the defaults.\n```"]
+#[doc = "```text\nWhich sequences a work call is about, and how many tokens each brings. Row r of the batch is sequence\nsequences[r] with counts[r] tokens.\n\n  rank-4 tensors  [rows, tokens, heads, dim]: row r uses the first counts[r] of its tokens\n  rank-3 tensors  [tokens, heads, dim]: row r uses counts[r] tokens from offsets[r] on; without\n                  offsets the rows follow one another without gaps\n\n[BATCH-1] A row with id -1 or count 0 is skipped: nothing is read or written for it; its count moves the rows\nbehind it all the same. [BATCH-2] A sequence may stand in one row only. [BATCH-3] What breaks these rules is\nrefused in host arrays. In device arrays an id that is out of range counts as -1, a count below 0 or above\nmax_count as 0; a row is skipped too if a rank-3 tensor does not have all of its tokens, and, by kivi_append and\nkivi_flush_residual, if its sequence stands in an earlier row with a count. All zero after init: fill rows and\nwhat differs from the defaults.\n```"]
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct kivi_batch {
@@ -110,7 +110,7 @@ pub struct kivi_batch {
     pub counts: *const i32,
     #[doc = "```text\n[rows]; rank-3 tensors only; NULL: running sum of counts\n```"]
     pub offsets: *const i64,
-    #[doc = "```text\nwhere the three arrays live; 0 or KIVI_CPU: host memory; KIVI_CUDA: the cache's\ndevice. Then they are read when the stream gets there, ids and counts that are\nout of range are skipped, and lengths are known after kivi_synchronize\n```"]
+    #[doc = "```text\nwhere the three arrays live; 0 or KIVI_CPU: host memory; KIVI_CUDA: the cache's\ndevice. Then they are read when the stream gets there, and lengths are known\nafter kivi_synchronize\n```"]
     pub device: i32,
     pub reserved0: i32,
 }
