@@ -69,6 +69,12 @@ struct Config {
         return kSharedParams ? kKeyParams + block * kKeyCodes
                              : block / kGroupBlocks * kGroupBytes + kKeyParams + block % kGroupBlocks * kKeyCodes;
     }
+    // Where the keys of a visit that begins with this block stand in the page: its group, or its codes there.
+    __host__ __device__ static constexpr int key_place(int block) {
+        const int in_group = block % kGroupBlocks;
+        return block / kGroupBlocks * kGroupBytes +
+               (kSharedParams && in_group > 0 ? kKeyParams + in_group * kKeyCodes : 0);
+    }
     static constexpr int kKeyStride = VISIT_BLOCKS > 1 ? key_codes(1) - key_codes(0) : 0;
     // Longer groups, of which a visit has several: a step each.
     static constexpr bool kStepGroups = VISIT_BLOCKS > 2 && KEY_GROUP > kBlockTokens;

@@ -125,11 +125,11 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         prepare_segment<C>(p, shared, queries, first_segment, warp, lane);
         if (lane == 0) {
             shared.seen[warp] = seen;
-            shared.from_start[warp] = info_first(first_visit.info) && !p.clustered;  // a cluster's is merged at the end
+            shared.from_start[warp] = shared.slices[warp].first == 0 && !p.clustered;  // clusters merge at the end
             shared.next_run[warp] = slice_begin;
         }
     } else if (lane == 0) {
-        shared.plan[warp][0].segment = -1;
+        shared.plan[warp][0] = {nullptr, -1, kOpens};
     }
 
     // Rows without tokens: one warp of one block writes their zeros while the first visit's data is on its way.
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     for (unsigned visit = 0;; ++visit) {
         const int stage = visit % C::kStages, parity = visit / C::kStages % 2;
         const int next_segment = next.segment, info = next.info;
-        if (next_segment != segment || next_segment < 0 || info_first(info)) {
+        if (info_opens(info)) {
             if (segment >= 0) {  // leave the old segment, or the run
                 const bool whole = shared.from_start[warp] && info_last(shared.plan[warp][(visit - 1) % 32].info);
                 const bool last = next_segment < 0;
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
                     const Extent<C> e(p, row);
                     const unsigned begin = shared.seen[warp].end;
                     shared.seen[warp] = {next_segment, begin, begin + e.place(e.visits - 1), begin + row.weight};
-                    shared.from_start[warp] = info_first(info);
+                    shared.from_start[warp] = true;
                 }
             }
             if (next_segment != segment) set_factors<C>(state, shared.units[warp], p.scale_log2, lane);
@@ -229,8 +229,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
             __syncwarp();
         }
         next = shared.plan[warp][(visit + 1) % 32];
+        const Visit v = planned<C>(shared, warp, wanted);
         if (elected()) {
-            const Visit v = planned<C>(shared, warp, wanted);
             if (v.segment >= 0) copy_visit<C>(shared, p, v, stage, true, warp);
         }
     }
@@ -286,8 +286,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         if (lane == 0) before = take_tickets(ticket, 1);
         __syncwarp();
         if (__shfl_sync(kAll, before, 0) != its_last - its_first) continue;
-        const Row<C> r = merge_parts<C>(its_first, its_last, lane, [&](unsigned block) {
-            return part_of<C>(p, block, block == its_first, row);
+        const float* parts = part_of<C>(p, its_first, false, row);
+        asm volatile("" : "+l"(parts));  // (or every address is worked out from the beginning)
+        const Row<C> r = merge_parts<C>(its_last - its_first, lane, [&](unsigned block) {
+            return parts + (block == 0 ? 1 : 2 * block) * C::kPartialFloats;
         });
         if (lane == 0) *ticket = kFresh;
         write_row<C>(p, shared.rows[row_of(its_segment)], head_of(its_segment), row, lane, r);

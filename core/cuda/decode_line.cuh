@@ -121,20 +121,22 @@ __device__ __forceinline__ BatchRow read_row(const DecodeArgs& p, int r) {
     return row;
 }
 
-// Pieces of the line for blocks: of one length, the first `remainder` longer by one; the line's end may cut the last.
+// Pieces of the line for blocks: the first `count` of one length, the others of another; the line's end may cut them.
 struct Partition {
-    unsigned quotient, remainder;
-    __device__ unsigned begin(unsigned block) const { return block * quotient + min(block, remainder); }
+    unsigned count, length, other_length;
+    __device__ unsigned begin(unsigned block) const {
+        return min(block, count) * length + (block - min(block, count)) * other_length;
+    }
     __device__ unsigned owner(unsigned place) const {
-        const unsigned wide = remainder * (quotient + 1);
-        const bool in_wide = place < wide;
-        const unsigned number = divide(in_wide ? place : place - wide, in_wide ? quotient + 1 : quotient);
-        return in_wide ? number : remainder + number;
+        const unsigned border = count * length;
+        const bool is_first = place < border;
+        const unsigned number = divide(is_first ? place : place - border, is_first ? length : other_length);
+        return is_first ? number : count + number;
     }
 };
 __device__ __forceinline__ Partition equal_pieces(unsigned total, unsigned blocks) {
     const unsigned quotient = divide(total, blocks);
-    return {quotient, total - quotient * blocks};
+    return {total - quotient * blocks, quotient + 1, quotient};
 }
 
 // Position with which visit i to the middle begins.
@@ -145,15 +147,15 @@ __device__ __forceinline__ int middle_begin(const BatchRow& row, unsigned i) {
 
 // How blocks share the work. The warp with the most visits decides how long it takes. So they are cut into rounds, a
 // visit a warp, and no more blocks get some than as many rounds need: the others are the last ones, which get the
-// multiprocessors on which the kernel before ends last. A piece is at least as long as the heaviest visit, so at least
-// one visit begins in it (but for one that the line's end cuts). Where there is little work the merge over blocks counts:
-// then blocks begin where segments of equal length do, so that each has a part of one segment only, and segments of up to
-// three visits a warp stay whole.
+// multiprocessors on which the kernel before ends last. The last blocks with work have a round less, as many as that
+// needs. A piece is at least as long as the heaviest visit, so at least one visit begins in it (but for one that the
+// line's end cuts). Where there is little work the merge over blocks counts: then blocks begin where segments of equal
+// length do, so that each has a part of one segment only, and segments of up to three visits a warp stay whole.
 template <class C>
 __device__ __forceinline__ Partition partition_of(const DecodeArgs& p, unsigned total) {
     constexpr unsigned kRound = C::kWarps * C::kVisitWeight;
     const unsigned grid = gridDim.x, segments = p.batch_rows * p.kv_heads;
-    if (total == 0) return {1, 0};
+    if (total == 0) return {0, 1, 1};
     if (p.invariant) return equal_pieces(total, min(grid, total));
     const unsigned blocks = max(1u, min(grid, total / C::kMaxWeight));
     if (segments <= grid && total < 4 * kRound * grid) {
@@ -164,7 +166,9 @@ __device__ __forceinline__ Partition partition_of(const DecodeArgs& p, unsigned 
         }
     }
     if (total < kRound * grid) return equal_pieces(total, blocks);
-    return {divide_up(total, grid * kRound) * kRound, 0};
+    const unsigned all = divide_up(total, kRound), rounds = divide_up(all, grid), left = rounds * grid - all;
+    const unsigned idle = divide(left, rounds), shorter = left - idle * rounds;  // blocks
+    return {grid - idle - shorter, rounds * kRound, (rounds - 1) * kRound};
 }
 
 // A warp's piece of the line.
@@ -183,7 +187,7 @@ struct alignas(16) BlockPiece {
 
 // One visit of a warp.
 struct alignas(16) Visit {
-    const uint8_t* source;  // of keys: the page, or the window row. kPublished, but for pages: places
+    const uint8_t* source;  // of keys: in the page, or the window row. kPublished, but for pages: places
     int segment;            // see below; -1: no more visits
     int info;               // see below
 };
@@ -208,14 +212,15 @@ __device__ __forceinline__ int info_valid(int i) { return i & 255; }         // 
 __device__ __forceinline__ int info_left(int i) { return i >> 8 & 255; }     // to the sequence's end, at most 255
 __device__ __forceinline__ int info_kind(int i) { return i >> 16 & 3; }
 __device__ __forceinline__ int info_block(int i) { return i >> 18 & 3; }     // first block, in the page
-__device__ __forceinline__ bool info_first(int i) { return i >> 20 & 1; }    // of its segment, or of a run
+constexpr int kOpens = 1 << 20;  // the warp's first visit to its segment, or of a run; or the end of its visits
+__device__ __forceinline__ bool info_opens(int i) { return (i & kOpens) != 0; }
 __device__ __forceinline__ bool info_last(int i) { return i >> 21 & 1; }     // of its segment
 __device__ __forceinline__ int info_straight(int i) { return i >> 22 & 31; }  // of rows: tokens before the ring's end
 // Of the middle: tokens before its first one; which kWindowTokens of the block it has, in place of those that exist.
 __device__ __forceinline__ int info_hidden(int i) { return i >> 22 & 31; }
 __device__ __forceinline__ int info_part_of_block(int i) { return i & 255; }
-// Of a page: all of its tokens exist, and all rows see them.
-__device__ __forceinline__ bool info_whole(int i) { return i >> 30 & 1; }
+// Of a page: all of its tokens exist, all rows see them, and scores have no cap.
+__device__ __forceinline__ bool info_plain(int i) { return i >> 30 & 1; }
 // How many of the first tokens the last query token does not see any more; at most 255, of rows 31.
 __device__ __forceinline__ int info_cut(int i) { return info_kind(i) == kPage ? i >> 22 & 255 : i >> 27 & 31; }
 // Number of the visit in its key group, where that is longer.

@@ -93,29 +93,37 @@ __device__ __forceinline__ void leave_part(float* to, int lane, const Row<C>& r)
     if (lane == 0) *reinterpret_cast<float2*>(to + C::kPartialExponent) = make_float2(r.reference, r.sum);
 }
 
-// Merges a row's parts part_at(first) .. part_at(last). They are read from the L2, which blocks share.
+// Merges a row's parts part_at(0) .. part_at(last). They are read from the L2, which blocks share.
 template <class C, class PartAt>
-__device__ __forceinline__ Row<C> merge_parts(unsigned first, unsigned last, int lane, const PartAt& part_at) {
-    constexpr int kAtOnce = 18 / C::kRowVectors;
+__device__ __forceinline__ Row<C> merge_parts(unsigned last, int lane, const PartAt& part_at) {
+    constexpr int kAtOnce = 18 / C::kRowVectors, kTogether = kAtOnce / 3;  // more than needed are not even looked at
     Row<C> r;
 #pragma unroll 1
-    for (unsigned begin = first; begin <= last; begin += kAtOnce) {
-        const int count = min(unsigned(kAtOnce), last - begin + 1);
-        const auto part = [&](int i) { return part_at(begin + i); };
+    for (unsigned begin = 0; begin <= last; begin += kAtOnce) {
         float2 mine = make_float2(-INFINITY, 0.0f);
-        if (lane < count) mine = __ldcg(reinterpret_cast<const float2*>(part(lane) + C::kPartialExponent));
+        if (lane < kAtOnce && begin + lane <= last) {
+            mine = __ldcg(reinterpret_cast<const float2*>(part_at(begin + lane) + C::kPartialExponent));
+        }
         float4 v[kAtOnce][C::kRowVectors];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
+        for (int group = 0; group < kAtOnce; group += kTogether) {
+            if (group > 0 && begin + group > last) break;
 #pragma unroll
-            for (int k = 0; k < C::kRowVectors; ++k) {
-                v[i][k] = make_float4(0, 0, 0, 0);
-                if (i < count) v[i][k] = __ldcg(reinterpret_cast<const float4*>(part(i) + lane_channel<C>(lane, k)));
+            for (int i = group; i < group + kTogether; ++i) {  // past the last one it again, with no weight
+                const float* const part = part_at(min(begin + i, last));
+#pragma unroll
+                for (int k = 0; k < C::kRowVectors; ++k) {
+                    v[i][k] = __ldcg(reinterpret_cast<const float4*>(part + lane_channel<C>(lane, k)));
+                }
             }
         }
         const float weight = r.weigh(mine);
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) r.add(__shfl_sync(kAll, weight, i), v[i]);
+        for (int group = 0; group < kAtOnce; group += kTogether) {
+            if (group > 0 && begin + group > last) break;
+#pragma unroll
+            for (int i = group; i < group + kTogether; ++i) r.add(__shfl_sync(kAll, weight, i), v[i]);
+        }
     }
     return r;
 }

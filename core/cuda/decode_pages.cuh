@@ -214,7 +214,7 @@ __device__ __forceinline__ void visit_page(HeadState<C>& s, KeyContext<C>& key, 
                                            int lane) {
     constexpr int kRows = C::kThreadRows;
     const int row = lane >> 2, column = lane & 3;
-    if (!info_whole(info)) {
+    if (!info_plain(info)) {
         if (info_valid(info) < C::kVisitTokens) clear_unused_parameters<C>(slot, info_valid(info), lane);
         if (partly_seen(p, info)) set_params_apart<C>(s, p, slot, info, lane);
     }
@@ -265,8 +265,8 @@ __device__ __forceinline__ void visit_page(HeadState<C>& s, KeyContext<C>& key, 
                 }
             }
         }
-        if (p.cap > 0.0f) cap_scores<C>(s, score, p);
-        if (!info_whole(info)) {
+        if (!info_plain(info)) {
+            if (p.cap > 0.0f) cap_scores<C>(s, score, p);
 #pragma unroll
             for (int h = 0; h < kRows; ++h) {
                 const Visible sees(p, info, query_row<C>(h, column));

@@ -129,10 +129,11 @@ __device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const Dec
         const int32_t* const at = p.table + int64_t{row.sequence} * p.table_stride + token / kPageTokens;
         if (at != entry.at) entry = {at, load_fresh(at)};
     }
-    Visit v{nullptr, -1, 0};
+    Visit v{nullptr, -1, kOpens};
     if (is) {
         v.segment = segment_of(r, head);
-        const int flags = (i == 0 || (p.invariant && i % C::kRunVisits == 0)) << 20 | (i == e.visits - 1) << 21;
+        const bool opens = i == 0 || from + lane == 0 || (p.invariant && i % C::kRunVisits == 0);
+        const int flags = (opens ? kOpens : 0) | (i == e.visits - 1) << 21;
         // From a position on, as info_cut tells it.
         const auto cut = [&](int position, int most) {
             if (p.window_left < 0) return 0;
@@ -174,13 +175,14 @@ __device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const Dec
             v.info = valid | min(255, row.packed + row.tail - in_pages) << 8 | kRows << 16 | valid << 22 |
                      cut(row.sink + in_pages, 31) << 27 | flags;
         } else {
-            v.source = p.pages + (int64_t{entry.block} * kv_heads + head) * p.page_bytes;
+            const int block = in_pages % kPageTokens / kBlockTokens;
+            v.source = p.pages + (int64_t{entry.block} * kv_heads + head) * p.page_bytes + C::key_place(block);
             const int valid = min(C::kVisitTokens, row.packed - in_pages),
                       left = min(255, row.packed + row.after<C>() - in_pages),
                       hidden = cut(row.before<C>() + in_pages, 255);
-            const bool whole = valid == C::kVisitTokens && left - p.unseen >= valid && hidden == 0;
-            v.info = valid | left << 8 | kPage << 16 | in_pages % kPageTokens / kBlockTokens << 18 | hidden << 22 |
-                     whole << 30 | flags;
+            const bool plain =
+                valid == C::kVisitTokens && left - p.unseen >= valid && hidden == 0 && !(p.cap > 0.0f);
+            v.info = valid | left << 8 | kPage << 16 | block << 18 | hidden << 22 | plain << 30 | flags;
         }
     }
     seen = {v.segment, begin, begin + e.place(e.visits - 1), begin + row.weight};
@@ -226,13 +228,19 @@ __device__ __forceinline__ void copy_published(const SharedStorage<C>& shared, c
 // codes may be left out.
 template <class C, class Use>
 __device__ __forceinline__ void for_each_piece(const DecodeArgs& p, const Visit& v, bool skip, const Use& use) {
-    const unsigned block = info_block(v.info), part = info_part<C>(v.info);
-    const unsigned group = block / C::kGroupBlocks * C::kGroupBytes;
-    const unsigned before = part == 0 ? 0 : C::kKeyParams + part * C::kVisitBlocks * C::kKeyCodes;  // in the group
-    const unsigned params = part == 0 ? 0 : C::kKeyParams;                                         // of these
-    if (part > 0 && !skip) use(0, v.source + group, C::kKeyParams);
-    use(params, v.source + (group + before), C::kKeyBytes - params);
-    use(C::kKeyBytes, v.source + (unsigned(p.value_offset) + block * C::kValueBlock), C::kValueBytes);
+    const int block = info_block(v.info), part = info_part<C>(v.info);
+    const int params = part == 0 ? 0 : C::kKeyParams;  // that stand in front of other codes
+    if (part > 0 && !skip) {
+        const int before = C::key_place(block) - C::key_place(block - part * C::kVisitBlocks);
+        use(0, v.source - before, C::kKeyParams);
+    }
+    use(params, v.source, C::kKeyBytes - params);
+    int apart = p.value_offset;  // values from keys
+#pragma unroll
+    for (int b = C::kVisitBlocks; b < kPageTokens / kBlockTokens; b += C::kVisitBlocks) {
+        if (block == b) apart += b * C::kValueBlock - C::key_place(b);
+    }
+    use(C::kKeyBytes, v.source + apart, C::kValueBytes);
 }
 
 // Asks for a visit's bytes; by one lane. A visit that follows one to the same key group does not need its parameters

@@ -66,7 +66,7 @@ __device__ __noinline__ void merge_runs(const DecodeArgs& p, const SharedStorage
 #pragma unroll 1
             while (completes<C>(p, first, stride > 1, row, more, count, lane)) {
                 const Row<C> sum = merge_parts<C>(
-                    0, count - 1, lane, [&](unsigned i) { return run_of<C>(p, first + i * stride, row); });
+                    count - 1, lane, [&](unsigned i) { return run_of<C>(p, first + i * stride, row); });
                 if (stride > 1 || runs <= kGroupRuns) {
                     write_row<C>(p, shared.rows[r], head, row, lane, sum);
                     break;
