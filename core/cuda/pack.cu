@@ -13,8 +13,8 @@
 // Compiled without contraction: every code is that of core/format.
 #include "cuda/pack.h"
 
-#include "cuda/decode_instances.h"
 #include "cuda/device.h"
+#include "cuda/fast_layer.cuh"
 #include "cuda/pack_nearest.cuh"
 #include "cuda/pack_query_aware.cuh"
 #include "cuda/pack_transform.cuh"
@@ -194,16 +194,13 @@ __device__ __forceinline__ void count_clamped(const Layer& layer, int rows) {
 }
 
 // What a kernel is compiled for.
-template <bool BF16, int DIM, int KEY_BITS, int VALUE_BITS, int KEY_GROUP, int VALUE_GROUP>
-struct PackConfig {
-    using P = Pairs<BF16>;
-    [[maybe_unused]] static constexpr int kDim = DIM, kKeyBits = KEY_BITS, kValueBits = VALUE_BITS;
-    [[maybe_unused]] static constexpr int kKeyGroup = KEY_GROUP, kValueGroups = DIM / VALUE_GROUP;
-    [[maybe_unused]] static constexpr int kBlocks = DIM > 128 ? 2 : 4;  // a multiprocessor
+template <class L>
+struct PackConfig : L {
+    static constexpr int kBlocks = L::kDim > 128 ? 2 : 4;  // a multiprocessor
     // Whether there are layers of the published schedule, which moves the border of values token by token.
 #define KIVI_IS(_, D, K, V, KG, VG, ...) \
-    || (DIM == D && KEY_BITS == K && VALUE_BITS == V && KEY_GROUP == KG && VALUE_GROUP == VG)
-    [[maybe_unused]] static constexpr bool kPublished = false KIVI_DECODE_PUBLISHED(KIVI_IS, _);
+    || (L::kDim == D && L::kKeyBits == K && L::kValueBits == V && L::kKeyGroup == KG && L::kValueGroups == D / VG)
+    static constexpr bool kPublished = false KIVI_DECODE_PUBLISHED(KIVI_IS, _);
 #undef KIVI_IS
 };
 
@@ -419,25 +416,14 @@ __global__ void __launch_bounds__(AwareShared<P, DIM>::kThreads, DIM > 128 ? 1 :
 #endif
 }
 
-// visit(PackConfig) for the layer's kernel: there is one for each instance of decode that has codes; false if there is
-// none.
+// visit(PackConfig) for a layer with codes; false if there is no kernel for it.
 template <class Visit>
-bool with_config(const Layer& layer, const Visit& visit) {
-    const kivi_spec& k = layer.key.spec();
-    const kivi_spec& v = layer.value.spec();
-    const int dim = layer.key.dim, group = layer.value.group();
-    const bool bf16 = layer.key.window_dtype == KIVI_BF16;
-#define KIVI_VISIT_PACK(BF16, DIM, KEY_BITS, VALUE_BITS, KEY_GROUP, VALUE_GROUP, ...)                           \
-    if constexpr (KEY_BITS < 16) {                                                                              \
-        if (bf16 == BF16 && dim == DIM && k.bits == KEY_BITS && v.bits == VALUE_BITS && k.group == KEY_GROUP && \
-            group == VALUE_GROUP) {                                                                             \
-            visit(PackConfig<BF16, DIM, KEY_BITS, VALUE_BITS, KEY_GROUP, VALUE_GROUP>{});                       \
-            return true;                                                                                        \
-        }                                                                                                       \
-    }
-    KIVI_DECODE_INSTANCES(KIVI_VISIT_PACK)
-#undef KIVI_VISIT_PACK
-    return false;
+bool with_config(const TensorStore& key, const TensorStore& value, const Visit& visit) {
+    bool coded = false;
+    with_fast_layer(key, value, [&](auto layer) {
+        if constexpr (!decltype(layer)::kPlain) coded = true, visit(PackConfig<decltype(layer)>{});
+    });
+    return coded;
 }
 
 // Rows that tiles are fetched from: 16-byte chunks, and strides whose bytes fit a word.
@@ -459,7 +445,7 @@ void prepare(void (*kernel)(Args...), size_t shared_bytes) {
 }  // namespace
 
 void prepare_pack(const Layer& layer) {
-    with_config(layer, [](auto config) {
+    with_config(layer.key, layer.value, [](auto config) {
         using C = decltype(config);
         prepare(pack_aware_kernel<typename C::P, C::kKeyBits, C::kDim, C::kKeyGroup>,
                 sizeof(AwareShared<typename C::P, C::kDim>));
@@ -468,22 +454,21 @@ void prepare_pack(const Layer& layer) {
 }
 
 bool pack_serves(const TensorStore& key, const TensorStore& value) {
-    Layer layer;
-    layer.key = key, layer.value = value;
     return key.spec().range == KIVI_RANGE_MINMAX && value.spec().range == KIVI_RANGE_MINMAX &&
-           with_config(layer, [](auto) {});
+           with_config(key, value, [](auto) {});
 }
 
 bool pack_takes(const WriteArgs& args) {
     const Layer& layer = args.layer;
-    return plain(args.k, layer.key) && plain(args.v, layer.value) && with_config(layer, [](auto) {});
+    return plain(args.k, layer.key) && plain(args.v, layer.value) &&
+           with_config(layer.key, layer.value, [](auto) {});
 }
 
 void pack(const WriteArgs& args, int32_t multiprocessors, Stream stream) {
     const unsigned heads = args.layer.key.heads, rows = args.batch.size;
     const auto pages_of = [](int64_t tokens) { return static_cast<unsigned>(tokens / kPageTokens + 2); };
     const bool with_keys = !query_aware(args);
-    with_config(args.layer, [&](auto config) {
+    with_config(args.layer.key, args.layer.value, [&](auto config) {
         using C = decltype(config);
         if (!with_keys) {
             using Shared = AwareShared<typename C::P, C::kDim>;

@@ -120,22 +120,27 @@ __device__ __forceinline__ int value_place(int eight, int t) { return 9 * eight 
 
 // ---- By ratio ----
 
+struct RatioGroup {
+    float min = 0;
+    Inverse inverse;
+};
+__device__ __forceinline__ RatioGroup ratio_group(const GroupParams& params, float unit) {
+    RatioGroup group;
+    if (params.scale > 0.0f) {
+        group.min = params.min;
+        group.inverse = Inverse(params.scale, __frcp_rn(params.scale), unit);
+    }
+    return group;
+}
+
 template <class P, int BITS>
 struct RatioCoder {
-    struct Group {
-        float min = 0;
-        Inverse inverse;
-    };
+    using Group = RatioGroup;
     struct Pair {
         Group low, high;
     };
     static __device__ __forceinline__ Group group_of(const GroupParams& params) {
-        Group group;
-        if (params.scale > 0.0f) {
-            group.min = params.min;
-            group.inverse = Inverse(params.scale, __frcp_rn(params.scale), power_of_two(-24));
-        }
-        return group;
+        return ratio_group(params, power_of_two(-24));
     }
 
     template <int DIM>

@@ -15,9 +15,9 @@
 
 #include <cstddef>
 
-#include "cuda/decode_instances.h"
 #include "cuda/dependent_launch.cuh"
 #include "cuda/device.h"
+#include "cuda/fast_layer.cuh"
 #include "cuda/step_pack.cuh"
 #include "cuda/write_plan.cuh"
 
@@ -25,15 +25,6 @@ namespace kivi::cuda {
 namespace {
 
 constexpr int kStepWarps = 4, kStepThreads = kStepWarps * kWarp;
-
-// What a kernel is compiled for.
-template <bool BF16, int DIM, int KEY_BITS, int VALUE_BITS, int KEY_GROUP, int VALUE_GROUP>
-struct StepConfig {
-    using P = Pairs<BF16>;
-    static constexpr int kDim = DIM, kKeyBits = KEY_BITS, kValueBits = VALUE_BITS;
-    static constexpr int kKeyGroup = KEY_GROUP, kValueGroups = DIM / VALUE_GROUP;
-    static constexpr bool kPlain = KEY_BITS == 16;
-};
 
 // A head's keys or values of one sequence. What the parameters tell is asked of them again and again.
 template <class C>
@@ -234,33 +225,15 @@ __global__ void __launch_bounds__(kStepThreads, 8) step_kernel(const __grid_cons
 #endif
 }
 
-// visit(StepConfig) for the layer's kernel: there is one for each spec of decode; false if there is none.
-template <class Visit>
-bool with_config(const TensorStore& key, const TensorStore& value, const Visit& visit) {
-    const kivi_spec& k = key.spec();
-    const kivi_spec& v = value.spec();
-    const int dim = key.dim, group = value.group();
-    const bool bf16 = key.window_dtype == KIVI_BF16;
-#define KIVI_VISIT_STEP(BF16, DIM, KEY_BITS, VALUE_BITS, KEY_GROUP, VALUE_GROUP, ...)                            \
-    if (bf16 == BF16 && dim == DIM && k.bits == KEY_BITS && v.bits == VALUE_BITS &&                              \
-        (KEY_BITS == 16 || (k.group == KEY_GROUP && group == VALUE_GROUP))) {                                    \
-        visit(StepConfig<BF16, DIM, KEY_BITS, VALUE_BITS, KEY_GROUP, VALUE_GROUP>{});                            \
-        return true;                                                                                             \
-    }
-    KIVI_DECODE_INSTANCES(KIVI_VISIT_STEP)
-#undef KIVI_VISIT_STEP
-    return false;
-}
-
 }  // namespace
 
 bool step_serves(const TensorStore& key, const TensorStore& value) {
     return key.spec().range == KIVI_RANGE_MINMAX && value.spec().range == KIVI_RANGE_MINMAX &&
-           with_config(key, value, [](auto) {});
+           with_fast_layer(key, value, [](auto) {});
 }
 
 void prepare_step(const Layer& layer) {
-    with_config(layer.key, layer.value, [](auto config) {
+    with_fast_layer(layer.key, layer.value, [](auto config) {
         prepare_kernel(step_kernel<decltype(config)>, 0, cudaSharedmemCarveoutMaxShared);
     });
 }
@@ -273,7 +246,7 @@ bool step_takes(const WriteArgs& args) {
 }
 
 void step(const WriteArgs& args, Stream stream) {
-    with_config(args.layer.key, args.layer.value, [&](auto config) {
+    with_fast_layer(args.layer.key, args.layer.value, [&](auto config) {
         const unsigned items = 2 * args.layer.key.heads;
         const dim3 grid((items + kStepWarps - 1) / kStepWarps, static_cast<unsigned>(args.batch.size));
         launch_dependent(step_kernel<decltype(config)>, Launch{grid, kStepThreads, 0, stream}, args);

@@ -16,27 +16,18 @@ __device__ __forceinline__ uint2 load_two_words(const uint8_t* at) {
     return __ldcg(reinterpret_cast<const uint2*>(at));
 }
 
-// A group as codes are made with, one at a time and by ratio (pack_codes.cuh).
-struct Coding {
-    float min = 0;
-    Inverse inverse;  // in units of 2^-BITS
-};
+// Codes are made by ratio (pack_codes.cuh), one at a time: a number from 0 to 1 in units of 2^-BITS plus 2^(23 - BITS)
+// is rounded to such units.
 template <int BITS>
-__device__ __forceinline__ Coding coding_of(const GroupParams& params) {
-    Coding coding;
-    if (params.scale > 0.0f) {
-        coding.min = params.min;
-        coding.inverse = Inverse(params.scale, __frcp_rn(params.scale), power_of_two(-BITS));
-    }
-    return coding;
+__device__ __forceinline__ RatioGroup coding_of(const GroupParams& params) {
+    return ratio_group(params, power_of_two(-BITS));
 }
-// A number from 0 to 1 in units of 2^-BITS plus 2^(23 - BITS) is rounded to such units.
 template <class P, int BITS>
-__device__ __forceinline__ uint32_t code_of(float y, const Coding& coding) {
+__device__ __forceinline__ uint32_t code_of(float y, const RatioGroup& group) {
     constexpr float kFar = power_of_two(60);  // beyond it products would overflow, and codes are the same
-    float distance = y - coding.min;
+    float distance = y - group.min;
     if (P::kType != KIVI_F16) distance = fminf(fmaxf(distance, -kFar), kFar);
-    const float steps = fminf(coding.inverse.ratio(distance), 1.0f - power_of_two(-BITS)) + power_of_two(23 - BITS);
+    const float steps = fminf(group.inverse.ratio(distance), 1.0f - power_of_two(-BITS)) + power_of_two(23 - BITS);
     return __float_as_uint(steps) - (static_cast<uint32_t>(127 + 23 - BITS) << 23);
 }
 
@@ -109,7 +100,7 @@ __device__ __forceinline__ void pack_key_group(CodeWords<BITS, DIM>& words, cons
                 return coding_of<BITS>({f16_to_f32(static_cast<uint16_t>(scales >> shift)),
                                         f16_to_f32(static_cast<uint16_t>(mins >> shift))});
             };
-            const Coding low = coding(0), high = coding(16);
+            const RatioGroup low = coding(0), high = coding(16);
             const int step = 2 * (channel / 32) + channel / 2 % 2, column = channel / 8 % 4,
                       word = 2 * (channel / 4 % 2);
 #pragma unroll 1
@@ -172,7 +163,7 @@ __device__ __forceinline__ void pack_value_block(CodeWords<BITS, DIM>& words, co
                 *reinterpret_cast<uint32_t*>(at) = params.scales;
                 *reinterpret_cast<uint32_t*>(at + 2 * GROUPS * kBlockTokens) = params.mins;
             }
-            const Coding of_a = coding_of<BITS>(params.low), of_b = coding_of<BITS>(params.high);
+            const RatioGroup of_a = coding_of<BITS>(params.low), of_b = coding_of<BITS>(params.high);
 #pragma unroll
             for (int parity = 0; parity < 2; ++parity) {  // of channels
                 const auto pair = [&](uint32_t x, uint32_t y) {
@@ -209,9 +200,9 @@ __device__ __forceinline__ void pack_value_row(const uint2 (&row)[stripes(DIM)],
         least = P::least(least, least >> 16 | least << 16), most = P::most(most, most >> 16 | most << 16);
         share_extremes<P, kGroup / kLaneChannels>(least, most);
         const ParamPair params = params_of<P, BITS>(least, most);
-        const Coding coding = coding_of<BITS>(params.low);
-        uint32_t codes[2] = {code_of<P, BITS>(P::low(x.x), coding) | code_of<P, BITS>(P::low(x.y), coding) << BITS,
-                             code_of<P, BITS>(P::high(x.x), coding) | code_of<P, BITS>(P::high(x.y), coding) << BITS};
+        const RatioGroup group = coding_of<BITS>(params.low);
+        uint32_t codes[2] = {code_of<P, BITS>(P::low(x.x), group) | code_of<P, BITS>(P::low(x.y), group) << BITS,
+                             code_of<P, BITS>(P::high(x.x), group) | code_of<P, BITS>(P::high(x.y), group) << BITS};
         const int run = channel / 32, number = unit * (DIM / 16) + 2 * run;  // of the first operand
         if constexpr (BITS == 2) {
 #pragma unroll
