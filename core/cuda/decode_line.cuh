@@ -202,6 +202,13 @@ struct Places {
         return reinterpret_cast<const uint8_t*>(uint64_t{values} << 32 | keys);
     }
 };
+// Visit::segment has the row in its upper half and the head in its lower one. The bits of Visit::info, by kind:
+//
+//   bits   | 31      27 | 26     22 | 21 | 20  | 19 18 | 17 16 | 15   8 | 7    0 |
+//   rows   |    cut     | straight  |last|opens|       | kind  |  left  | valid  |
+//   middle |    cut     |  hidden   |last|opens| block | kind  |  left  |  part  |
+//   bits   | 31 | 30  | 29       22 | 21 | 20  | 19 18 | 17 16 | 15   8 | 7    0 |
+//   page   |    |plain|     cut     |last|opens| block | kind  |  left  | valid  |
 __device__ __forceinline__ int segment_of(int row, int head) { return row << 16 | head; }
 __device__ __forceinline__ int row_of(int segment) { return segment >> 16; }
 __device__ __forceinline__ int head_of(int segment) { return segment & 0xFFFF; }

@@ -70,7 +70,7 @@ __device__ __forceinline__ void visit_middle(HeadState<C>& s, const SharedStorag
     const uint8_t* const values = slot + C::kWindowHalf + (held ? token : 0) * C::kRowBytes + row * 8;
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-        uint32_t prob[Pairs<kB>::kCount][C::kTiles][2];
+        uint32_t prob[Terms<kB>::kCount][C::kTiles][2];
         window_probabilities<C>(score[u], lane, prob);
         row_products<C>(s, prob, row, [&](int k, int i) {
             const int of_column = 2 * u + k % 2 + 4 * (k / 2);

@@ -14,15 +14,15 @@
 
 namespace kivi::cuda::fast {
 
-// Pairs of numbers as operands beside windows: of fp16; or, since 8 bits are too few for p and for rotated queries, sums
-// of two of bf16.
+// A pair of numbers as operands beside windows: of fp16; or, since 8 bits are too few for p and for rotated queries, the
+// two terms of a sum of bf16.
 template <bool BF16>
-struct Pairs {
+struct Terms {
     static constexpr int kCount = BF16 ? 2 : 1;
     uint32_t at[kCount];
 };
-__device__ __forceinline__ Pairs<true> split(float2 x) {
-    Pairs<true> r;
+__device__ __forceinline__ Terms<true> split(float2 x) {
+    Terms<true> r;
     r.at[0] = to_pair<true>(x.x, x.y);
     const float2 high = from_pair<true>(r.at[0]);
     r.at[1] = to_pair<true>(x.x - high.x, x.y - high.y);
@@ -31,7 +31,7 @@ __device__ __forceinline__ Pairs<true> split(float2 x) {
 
 // q * 2^-exponent of one step and half of its depth.
 template <class C>
-__device__ __forceinline__ Pairs<C::kBf16> window_query(uint32_t pair, int step, int half) {
+__device__ __forceinline__ Terms<C::kBf16> window_query(uint32_t pair, int step, int half) {
     const float up = float(1 << C::key_power(step, half));
     if constexpr (C::kBf16) {
         const float2 x = from_pair(pair);
@@ -44,7 +44,7 @@ __device__ __forceinline__ Pairs<C::kBf16> window_query(uint32_t pair, int step,
 // p of a score tile.
 template <class C>
 __device__ __forceinline__ void window_probabilities(const float (&score)[2][C::kThreadRows], int lane,
-                                                     uint32_t (&p)[Pairs<C::kBf16>::kCount][C::kTiles][2]) {
+                                                     uint32_t (&p)[Terms<C::kBf16>::kCount][C::kTiles][2]) {
     float x[2][C::kThreadRows];
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
@@ -70,7 +70,7 @@ __device__ __forceinline__ void window_probabilities(const float (&score)[2][C::
 // 2^step_power * 2^-24.
 template <class C, class Load>
 __device__ __forceinline__ void row_products(HeadState<C>& s,
-                                             const uint32_t (&prob)[Pairs<C::kBf16>::kCount][C::kTiles][2], int row,
+                                             const uint32_t (&prob)[Terms<C::kBf16>::kCount][C::kTiles][2], int row,
                                              const Load& load) {
     constexpr bool kB = C::kBf16;
     constexpr uint32_t kOnes = kB ? 0x3F803F80u : 0x3C003C00u;
@@ -78,7 +78,7 @@ __device__ __forceinline__ void row_products(HeadState<C>& s,
 #pragma unroll
     for (int t = 0; t < C::kTiles; ++t) {
 #pragma unroll
-        for (int n = 0; n < Pairs<kB>::kCount; ++n) {
+        for (int n = 0; n < Terms<kB>::kCount; ++n) {
             if constexpr (C::kValueGroups > 4) {
                 mma<kB>(s.even[t], 0, kOnes, 0, kOnes, prob[n][t][0], prob[n][t][1]);
             } else {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void row_products(HeadState<C>& s,
             for (int t = 0; t < C::kTiles; ++t) {
                 float d[4] = {0, 0, 0, 0};
 #pragma unroll
-                for (int n = 0; n < Pairs<kB>::kCount; ++n) mma<kB>(d, a0, a1, a2, a3, prob[n][t][0], prob[n][t][1]);
+                for (int n = 0; n < Terms<kB>::kCount; ++n) mma<kB>(d, a0, a1, a2, a3, prob[n][t][0], prob[n][t][1]);
 #pragma unroll
                 for (int e = 0; e < 4; ++e) s.out[t][j][e] = fmaf(d[e], unit, s.out[t][j][e]);
             }
@@ -141,10 +141,10 @@ __device__ __forceinline__ void visit_window(HeadState<C>& s, const SharedStorag
 #pragma unroll
         for (int t = 0; t < C::kTiles; ++t) {
             const uint4 v = query_vector<C>(shared, t, i, warp, lane);
-            const Pairs<kB> q[4] = {window_query<C>(v.x, 2 * i, 0), window_query<C>(v.y, 2 * i, 1),
+            const Terms<kB> q[4] = {window_query<C>(v.x, 2 * i, 0), window_query<C>(v.y, 2 * i, 1),
                                     window_query<C>(v.z, 2 * i + 1, 0), window_query<C>(v.w, 2 * i + 1, 1)};
 #pragma unroll
-            for (int n = 0; n < Pairs<kB>::kCount; ++n) {
+            for (int n = 0; n < Terms<kB>::kCount; ++n) {
                 mma<kB>(c[t][0], a.x, b.x, a.z, b.z, q[0].at[n], q[1].at[n]);
                 mma<kB>(c[t][1], a.y, b.y, a.w, b.w, q[2].at[n], q[3].at[n]);
             }
@@ -173,7 +173,7 @@ __device__ __forceinline__ void visit_window(HeadState<C>& s, const SharedStorag
         }
     }
     update_references<C>(s, score);
-    uint32_t prob[Pairs<kB>::kCount][C::kTiles][2];
+    uint32_t prob[Terms<kB>::kCount][C::kTiles][2];
     window_probabilities<C>(score[0], lane, prob);
     const uint8_t* const values = slot + C::kWindowHalf + 2 * column * C::kRowBytes + row * 8;
     row_products<C>(s, prob, row, [&](int k, int i) {
