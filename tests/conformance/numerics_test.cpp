@@ -339,6 +339,37 @@ TEST_CASE("TEST 17, fault 13: a NaN or an infinity damages its own groups and th
     }
 }
 
+// [ATTEND-4]
+TEST_CASE("TEST 17: a value of the call that is not finite damages its channel of the queries that see it") {
+    for (const bool transformed : {false, true}) {
+        for (const float bad : {kNaN, kInfinity, -kInfinity}) {
+            CAPTURE(transformed);
+            CAPTURE(bad);
+            const kivi_spec values = transformed ? rotated(token(2, 32)) : token(2, 32);
+            const Cache cache(config(channel(2, 32), values, {2, 4, 64, 64}, {32, 32, 32}));
+            Random random(17);
+            cache.append(0, random_tokens(random, cache.layer(), 160), 0, 160);
+            const Floats q = random.normals(3 * 4 * 64);
+            Ask ask;
+            ask.fresh_k = random.normals(3 * 2 * 64);
+            ask.fresh_v = random.normals(3 * 2 * 64);
+            const Answer good = cache.attend({{0, 3}}, q, ask);
+            ask.fresh_v[(1 * 2 + 1) * 64 + 9] = bad;  // token 1, head 1, channel 9
+            const Answer result = cache.attend({{0, 3}}, q, ask);
+            for (size_t i = 0; i < good.out.size(); ++i) {
+                const size_t query = i / (4 * 64), head = i / 64 % 4, dim = i % 64;
+                const bool sees = query >= 1 && head >= 2;
+                if (sees && dim == 9) {
+                    CHECK_FALSE(std::isfinite(result.out[i]));
+                } else if (!sees || !transformed) {
+                    CHECK(result.out[i] == good.out[i]);
+                }
+            }
+            CHECK(bit_equal(result.lse, good.lse));
+        }
+    }
+}
+
 TEST_CASE("TEST 17: a key of bits that are all ones is NaN, whatever its type, the window's and the transform") {
     for (int32_t window_dtype : {KIVI_F16, KIVI_BF16, KIVI_F32}) {
         for (int32_t dtype : {KIVI_F16, KIVI_BF16, KIVI_F32}) {

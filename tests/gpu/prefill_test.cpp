@@ -285,6 +285,7 @@ struct Damage {
     int count;         // queries
     bool fresh;        // their tokens come with the call
     uint64_t flags;    // of the call
+    bool rotated;      // values are
 };
 
 constexpr int kLength = 1000, kChannel = 7, kKvHeads = 2, kQHeads = 8;
@@ -292,8 +293,8 @@ constexpr int kLength = 1000, kChannel = 7, kKvHeads = 2, kQHeads = 8;
 void check_damage(const Damage& d) {
     const Instance& instance = d.instance;
     const int dim = instance.dim, unit = instance.key_group, cached = d.fresh ? kLength - d.count : kLength;
-    const Cache gpu(config_for(instance, Serving{kKvHeads, kQHeads, unit, 96, unit, 1200, false, false, d.dtype}, 2),
-                    KIVI_CUDA);
+    const Serving serving{kKvHeads, kQHeads, unit, 96, unit, 1200, false, d.rotated, d.dtype};
+    const Cache gpu(config_for(instance, serving, 2), KIVI_CUDA);
     Numbers numbers(3);
     std::vector<float> keys = numbers.rows(kLength * kKvHeads, dim), values = numbers.rows(kLength * kKvHeads, dim);
     Halfs q(numbers.rows(int64_t{d.count} * kQHeads, dim), d.dtype);
@@ -324,7 +325,8 @@ void check_damage(const Damage& d) {
     if (!d.of_keys && packed) {
         channels_begin = 0, channels_end = instance.value_group == KIVI_GROUP_HEAD ? dim : instance.value_group;
     }
-    if (d.of_keys) channels_begin = 0, channels_end = dim;
+    const bool transformed = d.rotated && d.at < cached;
+    if (d.of_keys || transformed) channels_begin = 0, channels_end = dim;
     // Nothing hidden; almost all; a border among the queries' own, just at and behind the token.
     const int64_t beside = kLength - d.count - d.at + d.count / 2;
     for (const int64_t window : {int64_t{-1}, int64_t{8}, beside, beside - 1}) {
@@ -351,18 +353,20 @@ void check_damage(const Damage& d) {
         for (size_t i = 0; i < results[0].size(); ++i) {
             const int token = static_cast<int>(i / (kQHeads * dim)), head = static_cast<int>(i / dim % kQHeads);
             const int channel = static_cast<int>(i % dim), newest = kLength - d.count + token;
-            const bool sees = head >= kQHeads / 2 && first <= newest && (window < 0 || last >= newest - window) &&
-                              channel >= channels_begin && channel < channels_end;
-            if (sees) hidden += std::isfinite(results[1][i]);
-            if (!sees) leaked += std::memcmp(&results[0][i], &results[1][i], sizeof(float)) != 0;
+            const bool sees = head >= kQHeads / 2 && first <= newest && (window < 0 || last >= newest - window);
+            const bool its = channel >= channels_begin && channel < channels_end;
+            if (sees && its) hidden += std::isfinite(results[1][i]);
+            if (sees && (its || d.rotated)) continue;
+            leaked += std::memcmp(&results[0][i], &results[1][i], sizeof(float)) != 0;
         }
         CHECK(leaked == 0);
         CHECK(hidden == 0);
     }
 }
 
-void check_damage(const Instance& instance, int32_t dtype, float bad) {
+void check_damage(const Instance& instance, int32_t dtype, float bad, bool rotated = false) {
     for (const bool of_keys : {false, true}) {
+        if (of_keys && rotated) continue;
         for (const int count : {1, 2, 4, 40, 150}) {  // one to four: rows of the decode kernel's tile
             for (const bool fresh : {false, true}) {
                 for (const uint64_t flags : {uint64_t{0}, uint64_t{KIVI_ATTEND_INVARIANT}}) {
@@ -377,7 +381,7 @@ void check_damage(const Instance& instance, int32_t dtype, float bad) {
                         CAPTURE(fresh);
                         CAPTURE(flags);
                         CAPTURE(at);
-                        check_damage({instance, dtype, of_keys, bad, at, count, fresh, flags});
+                        check_damage({instance, dtype, of_keys, bad, at, count, fresh, flags, rotated});
                     }
                 }
             }
@@ -397,6 +401,11 @@ TEST_CASE("keys and values that are not finite reach the queries that see them, 
     check_damage(kInstances[11], KIVI_BF16, kInfinity);
     check_damage(kPublishedInstances[0], KIVI_F16, kInfinity);
     check_damage(kPublishedInstances[1], KIVI_BF16, std::numeric_limits<float>::quiet_NaN());
+}
+
+TEST_CASE("values that are transformed and not finite reach the queries that see them, and no other") {
+    check_damage(kInstances[3], KIVI_F16, std::numeric_limits<float>::quiet_NaN(), true);
+    check_damage(kInstances[8], KIVI_BF16, std::numeric_limits<float>::infinity(), true);
 }
 
 TEST_CASE("sanitized: a few rows, many rows, tokens of the call") {

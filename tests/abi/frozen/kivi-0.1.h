@@ -452,11 +452,12 @@ KIVI_API kivi_status kivi_attend_params_init(kivi_attend_params *params, size_t 
  * KV head h / (q_heads / kv_heads). [ATTEND-1] Causal, bottom-right: with n cached tokens and c queries,
  * query i stands at position n - c + i (n + i with fresh keys) and sees positions up to its own. [ATTEND-2]
  * A query that sees nothing gives 0 and LSE -infinity. [ATTEND-3] The sink window obeys window_left.
- * [ATTEND-4] A head that sees a non-finite key gives NaN for the queries that see it and nothing else
- * changes. params NULL: defaults. workspace: any alignment, `workspace_bytes` at least kivi_attend_workspace
- * of these shapes, else KIVI_ERROR_BUFFER_TOO_SMALL. Agrees with double precision on the dequantised cache
- * within 1e-3 (CPU), 3e-3 (CUDA) of the output's norm while scaled scores stay below about 1000; larger ones
- * lose the digits of their differences, since scores are fp32. Products beyond the range of fp32 (keys,
+ * [ATTEND-4] A head that sees a non-finite key gives NaN for the queries that see it and nothing else changes. A
+ * non-finite value damages its channel of them, in a page those of its group; where V is transformed every channel, but
+ * of a fresh value perhaps its own alone. params NULL: defaults. workspace: any alignment, `workspace_bytes` at least
+ * kivi_attend_workspace of these shapes, else KIVI_ERROR_BUFFER_TOO_SMALL. Agrees with double precision on the
+ * dequantised cache within 1e-3 (CPU), 3e-3 (CUDA) of the output's norm while scaled scores stay below about 1000;
+ * larger ones lose the digits of their differences, since scores are fp32. Products beyond the range of fp32 (keys,
  * values or queries near 1e38) give infinities or NaN, as the formula does in fp32. */
 KIVI_API kivi_status kivi_attend(const kivi_cache *cache, int32_t layer, const kivi_batch *batch,
                                  const kivi_tensor *q, const kivi_tensor *out,
