@@ -18,7 +18,7 @@ enum class Stage { all, pack, store };
 
 // Grid: x splits units (pack) or rows (store), y head and tensor, z rows of the batch.
 template <int STRIPES, Stage STAGE>
-__global__ void __launch_bounds__(kWriteThreads) write_kernel(const __grid_constant__ WriteArgs args) {
+__global__ void __launch_bounds__(kWriteThreads, 1) write_kernel(const __grid_constant__ WriteArgs args) {
     const RowArg row = moving_row_of(args.batch, blockIdx.z);
     if (row.count == 0) return;
     const Step step = plan(args, row);
