@@ -97,6 +97,14 @@ class PanelWeights {
     int panel_ = 0, before_ = 0, fetched_ = 0, taken_ = 0;
 };
 
+// A panel's barrier, at which all lanes of its warp arrive: what a lane has written is seen by its own arrival.
+__device__ __forceinline__ void init_barrier(uint32_t barrier, uint32_t threads) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void arrive_at(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // Differences may be so large that products with them overflow. Clamped, they keep their codes.
 __device__ __forceinline__ float near_distance(float distance) {
     constexpr float kFar = 1152921504606846976.0f;  // 2^60
@@ -193,8 +201,7 @@ __device__ __forceinline__ void encode_panels(AwareShared<P, DIM>& shared, const
         }
 #pragma unroll
         for (int j = 0; j < kPanel; ++j) *at(begin + j) = y[j];
-        __syncwarp();
-        if (lane == 0) fast::barrier_expect(finished(panel), 0);  // no bytes: it arrives
+        arrive_at(finished(panel));
 #pragma unroll
         for (int j = 0; j < kPanel; ++j) {
             shared.codes[shared.order[begin + j]][token / kTokens] = static_cast<typename Shared::LaneCodes>(codes[j]);
@@ -214,7 +221,7 @@ __device__ __forceinline__ int pack_keys_aware(AwareShared<P, DIM>& shared, cons
     constexpr FragmentSizes sizes(key_spec<BITS, GROUP>(), DIM);
     Tile<DIM>& tile = shared.tiles[warp];
     const int barriers = Shared::kChains * Shared::kPanels;
-    if (threadIdx.x < barriers) fast::barrier_init(fast::shared_address(&shared.finished[0][0] + threadIdx.x));
+    if (threadIdx.x < barriers) init_barrier(fast::shared_address(&shared.finished[0][0] + threadIdx.x), kWarp);
     fast::wait_for_copies();
     __syncthreads();
     int clamped_rows = 0;
