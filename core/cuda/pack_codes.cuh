@@ -7,8 +7,8 @@
 // reciprocal as a sum of two fp32 numbers gives it within 2^-46, and a tie exactly. In units of 2^-24 the quotient is
 // rounded by its conversion to f16: subnormal numbers of that type are the integers themselves, two in a word.
 //
-// By steps (two bits of f16). Codes grow with y, so the least f16 of each code decides: a pair of rows' numbers takes
-// three comparisons and three additions, and is never converted.
+// By steps (two bits). Codes grow with y, so the least number of each code decides: a pair of rows' numbers is compared
+// with three of f16 and added up, or with two of bf16, which has no room for sums, and never converted.
 #pragma once
 #include <type_traits>
 
@@ -71,6 +71,12 @@ struct Turn {
         } else {
             word[vector_of(BITS, number)][at] += codes << field_bit(BITS, field_of(BITS, number));
         }
+    }
+
+    // Sets bit `bit` of codes where `mask` has half words of ones.
+    __device__ __forceinline__ void set(int number, int at, int bit, uint32_t mask) {
+        if constexpr (kWords == 2) number = 2 * number + at / 2, at %= 2;
+        word[vector_of(BITS, number)][at] |= mask & 0x00010001u << (field_bit(BITS, field_of(BITS, number)) + bit);
     }
 
     // Halves of words 2 w and 2 w + 1 were even and odd channels of an even and of an odd token; now the other way
@@ -203,8 +209,9 @@ struct RatioCoder {
 
 // ---- By steps ----
 
+template <class P>
 struct StepCoder {
-    // The least f16 of codes 1, 2 and 3; NaN where every code is 0. In both half words of Pair if of values.
+    // The least numbers of codes 1, 2 and 3; NaN where every code is 0. In both half words of Pair if of values.
     struct Group {
         uint32_t step[3];
     };
@@ -212,16 +219,22 @@ struct StepCoder {
 
     // y is coded k or more if fl(y - min) exceeds the tie (k - 1/2) * scale, or equals it and k is even: in exact
     // numbers, if y - min is beyond half of the way to the fp32 number before or after the tie. That is rounded upwards
-    // to the f16 that decides. Differences below 1 are exact, and so are others unless y or min is tiny beside the tie:
-    // then tie + min decides, which two roundings in one direction round as one.
+    // to the number that decides, which two roundings in one direction do as one. Numbers that can be told from the tie
+    // are on its side unless min cancels it out or is tiny beside it.
     static __device__ __forceinline__ Group group_of(const GroupParams& params) {
         const float scale = params.scale > 0.0f ? params.scale : float_of(kNanF32), min = params.min;
-        const float first = __fmaf_rd(scale, 0.5f, min), second = __fmaf_ru(scale, 1.5f, min);
-        const float third = __fmaf_rd(scale, 2.5f, min);
+        float first = __fmaf_rd(scale, 0.5f, min), second = __fmaf_ru(scale, 1.5f, min);
+        float third = __fmaf_rd(scale, 2.5f, min);
         const float tiny = scale * 0.00031f,
                     least = fminf(fminf(fabsf(first), fabsf(second)), fabsf(third));  // 2.5 * 2^-13
-        if ((least < tiny || (fabsf(min) < tiny && min != 0.0f)) && scale >= 0.25f) return exact(scale, min);
-        return {{ceil_f16(above(first)), ceil_f16(second), ceil_f16(above(third))}};
+        // min, and numbers of f16, are multiples of 2^-24: differences of them below 1 are exact.
+        const bool cancels = least < tiny && (P::kType != KIVI_F16 || scale >= 0.25f);
+        if (cancels || (fabsf(min) < tiny && min != 0.0f && scale >= 0.25f)) {
+            first = exact(scale, min, 0), second = exact(scale, min, 1), third = exact(scale, min, 2);
+        } else {
+            first = above(first), third = above(third);
+        }
+        return {{P::ceil(first), P::ceil(second), P::ceil(third)}};
     }
 
     template <int DIM>
@@ -262,11 +275,11 @@ struct StepCoder {
 
     // Sums of codes times powers of four are f16 numbers, 1024 and more, whose lowest eight bits are four codes.
     template <int DIM>
-    struct Codes {
+    struct SummedCodes {
         uint32_t sum[2][4];
         Turn<2, DIM> words;
 
-        __device__ __forceinline__ Codes() {
+        __device__ __forceinline__ SummedCodes() {
 #pragma unroll
             for (int at = 0; at < 4; ++at) sum[0][at] = sum[1][at] = 0x64006400u;
         }
@@ -286,29 +299,37 @@ struct StepCoder {
             return words;
         }
     };
+    // The upper bit by the second step, the lower one by the first or the third.
+    template <int DIM>
+    struct MaskedCodes {
+        Turn<2, DIM> words;
+
+        __device__ __forceinline__ void add(int number, int at, uint32_t pair, const Pair& groups) {
+            const auto reached = [&](uint32_t step) {  // half words of ones or zeros
+                uint32_t mask;
+                asm("set.ge.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(pair), "r"(step));
+                return mask;
+            };
+            const uint32_t upper = reached(groups.step[1]);
+            words.set(number, at, 1, upper);
+            words.set(number, at, 0, reached((groups.step[2] & upper) | (groups.step[0] & ~upper)));
+        }
+        __device__ __forceinline__ Turn<2, DIM>& finish() { return words; }
+    };
+    template <int DIM>
+    using Codes = std::conditional_t<P::kType == KIVI_F16, SummedCodes<DIM>, MaskedCodes<DIM>>;
 
   private:
     static __device__ __forceinline__ float above(float x) { return __fadd_ru(x, __uint_as_float(1)); }  // the next
-    static __device__ __forceinline__ uint32_t ceil_f16(float x) {
-        uint16_t r;
-        asm("cvt.rp.f16.f32 %0, %1;" : "=h"(r) : "f"(x));
-        return r;
-    }
-    static __device__ __noinline__ Group exact(float scale, float min) {
-        Group group;
-#pragma unroll
-        for (int k = 0; k < 3; ++k) {
-            const float tie = scale * (k + 0.5f), beside = __uint_as_float(__float_as_uint(tie) + (k == 1 ? -1 : 1));
-            const double from = 0.5 * (static_cast<double>(tie) + beside) + min;
-            uint16_t step;
-            asm("cvt.rp.f16.f64 %0, %1;" : "=h"(step) : "d"(k == 1 ? from : from + power_of_two(-30)));
-            group.step[k] = step;
-        }
-        return group;
+    // The least fp32 number that is coded k + 1 or more.
+    static __device__ __noinline__ float exact(float scale, float min, int k) {
+        const float tie = scale * (k + 0.5f), beside = __uint_as_float(__float_as_uint(tie) + (k == 1 ? -1 : 1));
+        const double from = 0.5 * (static_cast<double>(tie) + beside) + min;
+        return k == 1 ? __double2float_ru(from) : above(__double2float_rd(from));
     }
 };
 
 template <class P, int BITS>
-using CoderOf = std::conditional_t<BITS == 2 && P::kType == KIVI_F16, StepCoder, RatioCoder<P, BITS>>;
+using CoderOf = std::conditional_t<BITS == 2, StepCoder<P>, RatioCoder<P, BITS>>;
 
 }  // namespace kivi::cuda

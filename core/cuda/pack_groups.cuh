@@ -95,8 +95,12 @@ struct KeyExtremes {
         if (group_warps == 1) return;
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) shared[block][0][i][lane] = least[i], shared[block][1][i][lane] = most[i];
-        const int barrier = 1 + threadIdx.x / kWarp / group_warps;
-        asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(group_warps * kWarp) : "memory");
+        // Numbers of barriers are constants: for others a block is given all sixteen, and a multiprocessor has 64.
+        if (group_warps == kPackWarps || threadIdx.x / kWarp < group_warps) {
+            asm volatile("bar.sync 1, %0;" ::"r"(group_warps * kWarp) : "memory");
+        } else {
+            asm volatile("bar.sync 2, %0;" ::"r"(group_warps * kWarp) : "memory");
+        }
         const int begin = block & ~(group_warps - 1);
 #pragma unroll 1
         for (int other = begin; other < begin + group_warps; ++other) {

@@ -14,7 +14,6 @@ struct Pairs;
 template <>
 struct Pairs<false> {
     static constexpr int32_t kType = KIVI_F16;
-    static constexpr uint32_t kInfinity = 0x7C00u, kLargest = 0x7BFFu;
     static __device__ __forceinline__ float low(uint32_t x) { return f16_to_f32(static_cast<uint16_t>(x)); }
     static __device__ __forceinline__ float high(uint32_t x) { return f16_to_f32(static_cast<uint16_t>(x >> 16)); }
     // NaN where either is.
@@ -43,12 +42,17 @@ struct Pairs<false> {
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
         return r;
     }
+    // Rounded upwards, in the lower half.
+    static __device__ __forceinline__ uint32_t ceil(float x) {
+        uint16_t r;
+        asm("cvt.rp.f16.f32 %0, %1;" : "=h"(r) : "f"(x));
+        return r;
+    }
 };
 
 template <>
 struct Pairs<true> {
     static constexpr int32_t kType = KIVI_BF16;
-    static constexpr uint32_t kInfinity = 0x7F80u, kLargest = 0x7F7Fu;
     static __device__ __forceinline__ float low(uint32_t x) { return __uint_as_float(x << 16); }
     static __device__ __forceinline__ float high(uint32_t x) { return __uint_as_float(x & 0xFFFF0000u); }
     static __device__ __forceinline__ uint32_t least(uint32_t a, uint32_t b) {
@@ -71,12 +75,16 @@ struct Pairs<true> {
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
         return r;
     }
+    static __device__ __forceinline__ uint32_t ceil(float x) {
+        const uint32_t bits = __float_as_uint(x);
+        return (bits + (x > 0.0f ? 0xFFFFu : 0u)) >> 16;
+    }
 };
 
-// Whether both of a pair of magnitudes are finite.
+// Whether a pair of magnitudes are finite, and of bf16 below 2^112.
 template <class P>
-__device__ __forceinline__ bool both_finite(uint32_t magnitudes) {
-    constexpr uint32_t kToSign = (0x8000u - P::kInfinity) * 0x10001u;  // of infinity and NaN alone
+__device__ __forceinline__ bool both_plain(uint32_t magnitudes) {
+    constexpr uint32_t kToSign = (0x8000u - (P::kType == KIVI_F16 ? 0x7C00u : 0x7780u)) * 0x10001u;
     return ((magnitudes + kToSign) & 0x80008000u) == 0;
 }
 

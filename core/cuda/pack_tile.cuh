@@ -17,6 +17,19 @@ __device__ __forceinline__ int fresh_lane() {
     return thread % kWarp;
 }
 
+__device__ __forceinline__ uint4 load_shared16(uint32_t at) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(at)
+                 : "memory");
+    return x;
+}
+__device__ __forceinline__ void store_shared16(uint32_t at, const uint4& x) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
+}
+
 template <int N>
 struct alignas(4 * N) Words {
     uint32_t word[N];
@@ -43,6 +56,10 @@ struct alignas(128) Tile {
     static __device__ __forceinline__ int step(int place, int tokens, int chunks) {
         return (place ^ swizzle(tokens) ^ (chunks & 7)) + tokens * kChunks + (chunks & ~7);
     }
+    // The same on addresses of shared memory: a tile is aligned to its steps inside 128 bytes.
+    static __device__ __forceinline__ uint32_t step_address(uint32_t at, int tokens, int chunks) {
+        return (at ^ 16 * swizzle(tokens) ^ 16 * (chunks & 7)) + 16 * (tokens * kChunks + (chunks & ~7));
+    }
     // The number-th N words of a chunk.
     template <int N>
     __device__ __forceinline__ Words<N> words(int place, int number = 0) const {
@@ -54,12 +71,10 @@ struct alignas(128) Tile {
     __device__ __forceinline__ void fetch(int lane, const Row& row) {
         constexpr int kRows = kWarp / kChunks;  // at a time
         const int first = lane / kChunks;
-        // Steps of a row's chunks stay inside the 128 bytes that a tile is aligned to.
         const uint32_t at = fast::shared_address(chunks + place(first, lane % kChunks));
 #pragma unroll
         for (int further = 0; further < kBlockTokens; further += kRows) {
-            fast::copy16((at ^ 16 * swizzle(further)) + 16 * kChunks * further,
-                         row(first, further) + lane % kChunks * 16);
+            fast::copy16(step_address(at, further, 0), row(first, further) + lane % kChunks * 16);
             if ((further + kRows) % kQuarter == 0) fast::end_copy_group();
         }
     }

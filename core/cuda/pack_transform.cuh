@@ -7,30 +7,23 @@ namespace kivi::cuda {
 
 template <int DIM>
 constexpr float kHadamardNorm = DIM == 256 ? 0.0625f : DIM == 128 ? 0.08838834764831845f : 0.125f;
-constexpr float kRescale = 1024.0f;  // of rows that are so large that sums might overflow (format/row.cpp)
 
-// x to pairs; true if one has left the type's range and was clamped. `unit`: see kRescale.
-template <class P, int PAIRS>
-__device__ __forceinline__ bool round_pairs(const float (&x)[2 * PAIRS], float unit, uint32_t (&pairs)[PAIRS]) {
-    uint32_t most = 0;
-#pragma unroll
-    for (int i = 0; i < PAIRS; ++i) {
-        pairs[i] = P::of(x[2 * i] * unit, x[2 * i + 1] * unit);
-        most = P::most(most, P::magnitudes(pairs[i]));
-    }
-    if (both_finite<P>(most)) return false;
-    bool clamped = false;
-#pragma unroll
-    for (int i = 0; i < PAIRS; ++i) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float value = x[2 * i + half];
-            if (!finite(value) || (pairs[i] >> (16 * half) & P::kInfinity) != P::kInfinity) continue;
-            pairs[i] = (pairs[i] & (0xFFFF0000u >> (16 * half))) | (P::kLargest | (value < 0 ? 0x8000u : 0u))
-                                                                       << (16 * half);
-            clamped = true;
-        }
-    }
+// Row `token` of a tile by its warp, with all that format/row.h asks for: true if a number has left the type's range
+// and was clamped.
+template <class P, int DIM>
+__device__ __noinline__ bool transform_any_row(Tile<DIM>& tile, int token) {
+    using Row = WarpRow<stripes(DIM)>;
+    const auto at = [&](int channel) {
+        return reinterpret_cast<uint2*>(tile.chunks + tile.place(token, channel / 8)) + channel / kLaneChannels % 2;
+    };
+    typename Row::Raw raw{};
+    Row::for_each(DIM, [&](int j, int channel) { raw.words[j].x = at(channel)->x, raw.words[j].y = at(channel)->y; });
+    Row row;
+    row.set(raw, P::kType);
+    const bool clamped = round_row(row, DIM, true, P::kType);
+    Row::for_each(DIM, [&](int j, int channel) {
+        *at(channel) = make_uint2(P::of(row.x[j][0], row.x[j][1]), P::of(row.x[j][2], row.x[j][3]));
+    });
     return clamped;
 }
 
@@ -58,31 +51,18 @@ __device__ __forceinline__ int transform(Tile<DIM>& tile, int lane, int begin = 
     const float sums = kRowLanes == 4 && upper != 0 ? of_pair : norm;
     const float differences = kRowLanes == 4 ? (upper != 0 ? -of_pair : norm) : of_pair;
     int clamped_rows = 0;
-    const int first_place = tile.place(row, part * (kOwn / 8)), sum_place = tile.place(row, part * (kHalf / 8));
+    const uint32_t from = fast::shared_address(tile.chunks + tile.place(row, part * (kOwn / 8)));
+    const uint32_t to = fast::shared_address(tile.chunks + tile.place(row, part * (kHalf / 8)));
 #pragma unroll 1
     for (int token = 0; token < kBlockTokens; token += kRows) {
         tile.wait_for_quarter((token + kRows) / Tile<DIM>::kQuarter - 1);
         float x[kOwn];
 #pragma unroll
         for (int c = 0; c < kOwn / 8; ++c) {
-            const Words<4> eight = tile.template words<4>(tile.step(first_place, token, c));
+            const uint4 eight = load_shared16(tile.step_address(from, token, c));
+            const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                x[8 * c + 2 * i] = P::low(eight.word[i]), x[8 * c + 2 * i + 1] = P::high(eight.word[i]);
-            }
-        }
-        float unit = 1.0f;
-        if constexpr (P::kType == KIVI_BF16) {
-            float peak = 0;
-#pragma unroll
-            for (int i = 0; i < kOwn; ++i) peak = fmaxf(peak, finite(x[i]) ? fabsf(x[i]) : 0.0f);
-#pragma unroll
-            for (int step = kRows; step < kWarp; step *= 2) peak = fmaxf(peak, __shfl_xor_sync(kAllLanes, peak, step));
-            if (peak > kSafePeak) {
-                unit = kRescale;
-#pragma unroll
-                for (int i = 0; i < kOwn; ++i) x[i] *= 1.0f / kRescale;
-            }
+            for (int i = 0; i < 4; ++i) x[8 * c + 2 * i] = P::low(pairs[i]), x[8 * c + 2 * i + 1] = P::high(pairs[i]);
         }
 #pragma unroll
         for (int step = 1; step < kHalf; step *= 2) {
@@ -103,28 +83,31 @@ __device__ __forceinline__ int transform(Tile<DIM>& tile, int lane, int begin = 
                 x[i + kHalf] = __shfl_xor_sync(kAllLanes, given, step);
             }
         }
+        uint32_t pairs[kOwn / 2], most = 0;
 #pragma unroll
-        for (int i = 0; i < kHalf; ++i) {
-            const float kept = x[i], got = x[i + kHalf];
-            x[i] = (kept + got) * sums, x[i + kHalf] = (kept - got) * differences;
+        for (int i = 0; i < kHalf; i += 2) {
+            const auto sum = [&](int i) { return (x[i] + x[i + kHalf]) * sums; };
+            const auto difference = [&](int i) { return (x[i] - x[i + kHalf]) * differences; };
+            pairs[i / 2] = P::of(sum(i), sum(i + 1));
+            pairs[(i + kHalf) / 2] = P::of(difference(i), difference(i + 1));
         }
-        uint32_t pairs[kOwn / 2];
-        const bool ours = token + row >= begin && token + row < end,
-                   clamped = round_pairs<P, kOwn / 2>(x, unit, pairs) && ours;
+#pragma unroll
+        for (int i = 0; i < kOwn / 2; ++i) most = P::most(most, P::magnitudes(pairs[i]));
+        const bool ours = token + row >= begin && token + row < end;
+        const bool plain = __all_sync(kAllLanes, both_plain<P>(most));
         __syncwarp();  // all of the rows have been read
-        if (ours) {
+        if (!plain) {
+#pragma unroll 1
+            for (int i = max(begin, token); i < min(end, token + kRows); ++i) {
+                clamped_rows += transform_any_row<P>(tile, i);
+            }
+        } else if (ours) {
 #pragma unroll
             for (int c = 0; c < kOwn / 8; ++c) {
                 const int chunk = c < kHalf / 8 ? c : c - kHalf / 8 + DIM / 16;
-                tile.chunks[tile.step(sum_place, token, chunk)] =
-                    make_uint4(pairs[4 * c], pairs[4 * c + 1], pairs[4 * c + 2], pairs[4 * c + 3]);
+                store_shared16(tile.step_address(to, token, chunk),
+                               make_uint4(pairs[4 * c], pairs[4 * c + 1], pairs[4 * c + 2], pairs[4 * c + 3]));
             }
-        }
-        unsigned any = __ballot_sync(kAllLanes, clamped);
-        if (any != 0) {
-#pragma unroll
-            for (int step = kWarp / 2; step >= kRows; step /= 2) any |= any >> step;
-            clamped_rows += __popc(any & ((1u << kRows) - 1));
         }
     }
     __syncwarp();
