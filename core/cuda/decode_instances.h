@@ -44,7 +44,7 @@
 
 // Sixteen rows of 256 channels have no room in the registers.
 #define KIVI_DECODE_256(X, BF16)                                           \
-    X(BF16, 256, 2, 2, 32, 32, 4, 8, 1, 1) /* kivi2-sink of wide heads */  \
+    X(BF16, 256, 2, 2, 32, 32, 4, 8, 2, 2) /* kivi2-sink of wide heads */  \
     X(BF16, 256, 2, 2, 32, 32, 8, 8, 1, 1)                                 \
     X(BF16, 256, 3, 2, 64, 64, 4, 8, 1, 1) /* k3v2 of wide heads */        \
     X(BF16, 256, 3, 2, 64, 64, 8, 8, 1, 1)                                 \
