@@ -10,14 +10,18 @@ namespace {
 
 bool prefills(const Layer& layer) { return layer.key.order.order == Order::fragment; }
 
-void launch(const AttendArgs& args, bool decodes, bool behind_attend, const Gpu& gpu, Stream stream) {
+// Whether it took the decode kernel.
+bool launch(const AttendArgs& args, bool decodes, const Gpu& gpu, Stream stream) {
     if (decodes && decode_takes(args)) {
-        decode(args, gpu.multiprocessors, behind_attend, stream);
-    } else if (prefills(args.layer) && prefill_takes(args)) {
+        decode(args, gpu.multiprocessors, stream);
+        return true;
+    }
+    if (prefills(args.layer) && prefill_takes(args)) {
         prefill(args, gpu, stream);
     } else {
         attend(args, stream);
     }
+    return false;
 }
 
 // Calls of `count` to the returned number of tokens a row are of one kernel and instance.
@@ -44,20 +48,22 @@ bool keep_rows(BatchArgs& batch, int32_t least, int32_t most) {
 
 }  // namespace
 
-void attend_call(const AttendArgs& args, bool decodes, bool behind_attend, const Gpu& gpu, Stream stream) {
+bool attend_call(const AttendArgs& args, bool decodes, const Gpu& gpu, Stream stream) {
     // One launch for rows of a kind. Under the flag, because the kernel that a row takes must not depend on the rows beside
     // it; and for 16-bit pages, because no other fast kernel takes rows of different counts.
     const bool prefilled = prefills(args.layer) && prefill_reads(args);
     const bool apart = decodes && (args.invariant ? decode_reads(args) || prefilled
                                                   : decode_reads(args) && !prefills(args.layer));
-    if (!apart) return launch(args, decodes, behind_attend, gpu, stream);
+    if (!apart) return launch(args, decodes, gpu, stream);
     AttendArgs part = args;
+    bool decoded = false;
     for (int64_t least = 1, most; least <= args.batch.max_count; least = most + 1) {
         most = alike_until(args, static_cast<int32_t>(least));
         part.batch = args.batch;
         if (!keep_rows(part.batch, static_cast<int32_t>(least), static_cast<int32_t>(most))) continue;
-        launch(part, decodes, behind_attend, gpu, stream);
+        if (launch(part, decodes, gpu, stream)) decoded = true;
     }
+    return decoded;
 }
 
 size_t attend_call_workspace(const Layer& layer, bool decodes, int32_t rows, int32_t max_count, const Gpu& gpu) {

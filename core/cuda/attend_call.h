@@ -4,8 +4,8 @@
 
 namespace kivi::cuda {
 
-// One attend of the rows of a launch. `decodes`: decode.h has a kernel for the layer; `behind_attend`: see there.
-void attend_call(const AttendArgs& args, bool decodes, bool behind_attend, const Gpu& gpu, Stream stream);
+// One attend of the rows of a launch. `decodes`: decode.h has a kernel for the layer. Whether one was launched.
+bool attend_call(const AttendArgs& args, bool decodes, const Gpu& gpu, Stream stream);
 size_t attend_call_workspace(const Layer& layer, bool decodes, int32_t rows, int32_t max_count, const Gpu& gpu);
 
 }  // namespace kivi::cuda

@@ -14,6 +14,7 @@
 #include "cuda/decode.h"
 #include "cuda/device.h"
 #include "cuda/launch.h"
+#include "cuda/launch_order.h"
 #include "cuda/pack.h"
 #include "cuda/prefill.h"
 #include "cuda/step.h"
@@ -152,7 +153,8 @@ TensorStore store_of(const Model& model, const kivi_layer& layer, Part part) {
 class CudaBackend final : public Backend {
   public:
     explicit CudaBackend(const Model& model)
-        : model_(model), device_(checked_device(model.device_id)), guard_(device_), layers_(model.layers.size()) {
+        : model_(model), device_(checked_device(model.device_id)), guard_(device_), layers_(model.layers.size()),
+          order_(model.layers.size()) {
         if (!compiled_for_this_device()) {
             throw Error(KIVI_ERROR_UNSUPPORTED, "CUDA device " + std::to_string(device_) +
                                                     ": this build has code for " + architectures() + " only");
@@ -185,10 +187,10 @@ class CudaBackend final : public Backend {
     }
 
     void append(int layer, Rows rows, const View& k, const View& v, kivi_stream stream) override {
-        behind_attend_ = false;
         const DeviceGuard guard(device_);
         check_view("k", k);
         check_view("v", v);
+        order_.change(layer);
         WriteArgs args;
         args.layer = layers_[layer].args;
         args.k = k;
@@ -200,8 +202,8 @@ class CudaBackend final : public Backend {
     }
 
     void flush(int layer, Rows rows, kivi_stream stream) override {
-        behind_attend_ = false;
         const DeviceGuard guard(device_);
+        order_.change(layer);
         WriteArgs args;
         args.mode = WriteMode::flush;
         args.layer = layers_[layer].args;
@@ -247,9 +249,11 @@ class CudaBackend final : public Backend {
         args.workspace = static_cast<float*>(call.workspace);
         args.invariant = (call.flags & KIVI_ATTEND_INVARIANT) != 0;
         for_each_portion(call.rows, args.batch, [&] {
-            const bool behind_attend = behind_attend_.exchange(true);
-            attend_call(args, layers_[call.layer].fast, behind_attend, gpu_, stream_of(call.stream));
+            const Stream stream = stream_of(call.stream);
+            args.settled = order_.settled(call.layer, stream);
+            const bool decoded = attend_call(args, layers_[call.layer].fast, gpu_, stream);
             check_launch("attend");
+            if (decoded) order_.gate(stream);
         });
     }
 
@@ -284,6 +288,7 @@ class CudaBackend final : public Backend {
 
     void import_page(int layer, Part part, int head, int32_t block, int64_t tokens, const uint8_t* from) override {
         const DeviceGuard guard(device_);
+        order_.change(layer);
         const TensorStore& store = layers_[layer].args.part(part);
         own_->copy(staging_.as(), from, packed_bytes(store.spec(), store.dim, store.window_dtype, tokens));
         cuda::import_page(store, store.page(block, head), static_cast<int32_t>(tokens), staging_.as(), *own_);
@@ -305,6 +310,7 @@ class CudaBackend final : public Backend {
     void import_window(int layer, Part part, int head, int32_t sequence, int64_t begin, int64_t end,
                        const uint8_t* from) override {
         const DeviceGuard guard(device_);
+        order_.change(layer);
         const TensorStore& store = layers_[layer].args.part(part);
         for_each_stretch(store, begin, end, [&](int64_t position, int64_t rows) {
             const uint64_t bytes = rows * store.row_bytes();
@@ -329,6 +335,7 @@ class CudaBackend final : public Backend {
     void bind_blocks(int32_t sequence, const int32_t* blocks, int64_t begin, int64_t end,
                      kivi_stream stream) override {
         const DeviceGuard guard(device_);
+        order_.change();
         const StateLayout at(model_);
         BlockList list;
         for (int64_t page = begin; page < end;) {
@@ -345,6 +352,7 @@ class CudaBackend final : public Backend {
     void set_sequence(int32_t sequence, const std::vector<Span>& layers, const int32_t* blocks, int64_t block_count,
                       kivi_stream stream) override {
         const DeviceGuard guard(device_);
+        order_.change();
         const StateLayout at(model_);
         SpanList list;
         list.sequence = sequence;
@@ -444,12 +452,14 @@ class CudaBackend final : public Backend {
 
     void reset(kivi_stream stream) override {
         const DeviceGuard guard(device_);
+        order_.change();
         const StateLayout at(model_);
         check(cudaMemsetAsync(state_.as() + at.saturated, 0, at.table - at.saturated, stream_of(stream)), "reset");
     }
 
     void grow_pool(int64_t more, kivi_stream stream) override {
         const DeviceGuard guard(device_);
+        order_.change();
         std::vector<Memory> grown(layers_.size());
         for (size_t i = 0; i < layers_.size(); ++i) {
             if (!model_.has(static_cast<int>(i))) continue;
@@ -611,8 +621,8 @@ class CudaBackend final : public Backend {
     std::unique_ptr<OwnStream> own_;
     Memory state_, staging_;
     mutable std::mutex staging_mutex_;
-    mutable std::atomic<bool> behind_attend_{false};  // the call before was an attend: a hint for the next one
     std::vector<LayerMemory> layers_;
+    mutable LaunchOrder order_;
 };
 
 kivi_device_info query(int32_t device) {

@@ -96,6 +96,7 @@ fast::DecodeArgs arguments(const AttendArgs& args, int32_t blocks) {
     }
     p.learned_sinks = args.learned_sinks;
     p.on_device = batch.on_device;
+    p.ahead = args.settled && !p.on_device;  // device arrays are the caller's
     p.rotated_keys = layer.key.rotated();
     p.rotated_values = layer.value.rotated();
     p.pages = layer.key.pages;
@@ -257,14 +258,13 @@ size_t decode_workspace(const Layer& layer, int32_t rows, int32_t max_count, int
     return bytes;
 }
 
-void decode(const AttendArgs& args, int32_t multiprocessors, bool behind_attend, Stream stream) {
+void decode(const AttendArgs& args, int32_t multiprocessors, Stream stream) {
     with_instance(args, [&](auto config) {
         using C = decltype(config);
         const auto launch = [&](fast::DecodeArgs p, size_t tickets, int32_t blocks) {
             p.tickets = reinterpret_cast<unsigned long long*>(args.workspace);
             p.partials = reinterpret_cast<float*>(p.tickets + tickets);
             p.spills = p.partials + size_t(multiprocessors) * 2 * C::kPartialFloats;
-            p.guesses = behind_attend && !p.on_device;  // what device arrays hold before that may be anything
             const unsigned cluster_blocks = p.clustered ? fast::kClusterBlocks : 1;
             launch_dependent(fast::kernel_of<C>(), launch_of<C>(blocks, cluster_blocks, stream), p);
         };

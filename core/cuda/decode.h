@@ -22,7 +22,7 @@ int32_t decode_max_count(const Layer& layer);
 int32_t prepare_decode(const TensorStore& key, const TensorStore& value);
 // For at most `rows` rows of at most max_count tokens.
 size_t decode_workspace(const Layer& layer, int32_t rows, int32_t max_count, int32_t multiprocessors);
-// `behind_attend`: the kernel before it in the stream is an attend, most likely; then it plans while that ends.
-void decode(const AttendArgs& args, int32_t multiprocessors, bool behind_attend, Stream stream);
+// The kernel lets the next one start when all before it have ended: a gate (launch_order.h).
+void decode(const AttendArgs& args, int32_t multiprocessors, Stream stream);
 
 }  // namespace kivi::cuda

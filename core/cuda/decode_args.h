@@ -47,7 +47,7 @@ struct DecodeArgs {
     bool invariant;  // the line is cut into runs
     bool clustered;  // the launch has a cluster for each segment
     bool own;        // keys and values come with the call
-    bool guesses;    // it plans before the kernels before it have ended
+    bool ahead;      // it begins with the cache before the kernels in front have ended
     const uint8_t* pages;
     const uint8_t *sink_keys, *sink_values, *tail_keys, *tail_values;
     const void* q;

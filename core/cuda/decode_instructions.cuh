@@ -108,13 +108,7 @@ __device__ __forceinline__ void bulk_copy(uint32_t to, const void* from, uint32_
         "l"(from), "r"(bytes), "r"(bar), "n"(kEvictFirst)
         : "memory");
 }
-// Asks for bytes to be in L2, from where they leave first: a hint.
-__device__ __forceinline__ void bulk_prefetch(const void* from, uint32_t bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from), "r"(bytes),
-                 "n"(kEvictFirst)
-                 : "memory");
-}
-// What another kernel may be writing at this time: as it was or as it is. It passes L1, which would keep what it was.
+// Past L1, which could keep what was there before another kernel wrote.
 __device__ __forceinline__ int32_t load_fresh(const int32_t* from) {
     int32_t x;
     asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");

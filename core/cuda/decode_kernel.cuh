@@ -46,8 +46,6 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     const int lane = threadIdx.x & 31, worker = threadIdx.x >> 5, warp = worker % 4 * (C::kWarps / 4) + worker / 4;
     const int kv_heads = p.kv_heads, batch_rows = p.batch_rows, rows = p.query_rows.by;
 
-    let_next_kernel_start();
-    touch_parameters(p, worker, C::kWarps);
     const uint32_t full = shared_address(shared.full[warp]);
     if (lane == 0) {
         for (int i = 0; i < C::kStages; ++i) barrier_init(full + 8 * i);
@@ -56,72 +54,51 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     if (lane < 2) shared.deposits[warp + 16 * lane].segment = -1;
     if (C::kWarps < 16 && worker == 0 && (lane & 15) >= C::kWarps) shared.deposits[lane].segment = -1;
     if (threadIdx.x < 16) shared.ones[threadIdx.x] = 0x3C003C00u;
-    // Every warp finds its own place on the line. Behind an attend it does so before that has ended, from what lengths
-    // and page tables say by then, and has L2 fetch the pages that it will read first: whatever is read so, is made into
-    // places in the pool, if old ones. It is read again when the kernels before have ended, and if it has changed, all is
-    // done anew. Behind other kernels there would be no time to gain, and the second reading to lose.
-    const bool guesses = p.guesses;
-    if (!guesses) wait_for_earlier_kernels();
-    BatchRow row{};  // of warps 0 and 1: row 32 worker + lane
-    PageEntry entry;
-    BlockPiece block;
-    unsigned slice_begin, slice_end;
+    // Where the cache is known to be settled (launch_order.h), all is planned, and the first visits' bytes are asked for,
+    // before the kernels in front have ended. Queries wait for these in any case.
+    const auto begin = [] {
+        wait_for_earlier_kernels();
+        let_next_kernel_start();
+    };
+    if (!p.ahead) begin();
+    if (worker < 2) {
+        const int r = 32 * worker + lane;
+        const BatchRow row = r < batch_rows ? read_row<C>(p, r) : BatchRow{};
+        shared.rows[r] = row;
+        place_row<C>(shared, worker, lane, row.weight * kv_heads);
+    }
+    __syncthreads();
+    // Every warp finds its own place on the line.
+    const BlockPiece block = find_piece<C>(shared, p);
+    const unsigned slice_begin = block.begin + block.weight * warp / C::kWarps;
+    const unsigned slice_end = block.begin + block.weight * (warp + 1) / C::kWarps;
+    const bool works = slice_begin < slice_end;
+    if (threadIdx.x == 0) shared.block = block;
     int first_segment = -1;
-    Visit first_visit;
     Seen seen;
     RawQueries<C> queries;
-    bool asked = false;  // for the first visit's bytes
-#pragma unroll 1
-    for (bool again = false;; again = true) {
-        const int32_t table_block = entry.now();
-        bool moves = table_block != entry.block;
-        entry.block = table_block;
-        if (worker < 2) {
-            BatchRow now{};
-            if (32 * worker + lane < batch_rows) now = read_row<C>(p, 32 * worker + lane);
-            moves = moves || !same_pages<C>(p, row, now);
-            const bool differ = __any_sync(kAll, !row.same_tokens(now));
-            if (lane == 0) shared.rows_differ[worker] = differ;
-            row = now;
-        }
-        if (again) {
-            const bool moved = __syncthreads_or(moves) != 0;
-            if (!moved && !shared.rows_differ[0] && !shared.rows_differ[1]) break;
-            // A token more in the tail, as in most steps: visits to pages stay where they are.
-            const Visit first = planned<C>(shared, warp, 0);
-            asked = !moved && slice_begin < slice_end && first.segment >= 0 && info_kind(first.info) == kPageKind<C>;
-            if (asked && elected()) copy_visit<C>(shared, p, first, 0, false, warp);
-        }
-        if (worker < 2) {
-            shared.rows[32 * worker + lane] = row;
-            place_row<C>(shared, worker, lane, row.weight * kv_heads);
-        }
-        __syncthreads();
-        block = find_piece<C>(shared, p);
-        slice_begin = block.begin + block.weight * warp / C::kWarps;
-        slice_end = block.begin + block.weight * (warp + 1) / C::kWarps;
-        if (threadIdx.x == 0) shared.block = block;
-        const int guessed_segment = first_segment;
-        first_visit.segment = -1;
-        if (slice_begin < slice_end) {
-            const Slice slice = find_slice<C>(shared, p, slice_begin, slice_end, lane);
-            if (lane == 0) shared.slices[warp] = slice;
-            first_segment = slice.row < batch_rows ? segment_of(slice.row, slice.head) : 0;
-            first_visit = plan_visits<C>(shared, p, slice, 0, 32, warp, entry, seen);
-        }
-        if (guesses && !again) {
-            if (lane == 0 && first_visit.segment >= 0) prefetch_visit<C>(p, first_visit);
-            wait_for_earlier_kernels();
-        }
-        // The first queries before the first pages: behind those of the block's other warps they would wait for
-        // megabytes.
-        if (first_segment != guessed_segment) queries = fetch_queries<C>(p, shared, first_segment, 0, lane);
-        if (again || !guesses) break;
-    }
-    if (slice_begin < slice_end) {
+    if (works) {
+        const Slice slice = find_slice<C>(shared, p, slice_begin, slice_end, lane);
+        if (lane == 0) shared.slices[warp] = slice;
+        first_segment = slice.row < batch_rows ? segment_of(slice.row, slice.head) : 0;
+        // While the page table is read, and before the first pages are asked for: behind those of the block's other warps
+        // queries would wait for megabytes.
+        if (!p.ahead) queries = fetch_queries<C>(p, shared, first_segment, 0, lane);
+        plan_visits<C>(shared, p, slice, 0, 32, warp, seen);
         __syncwarp();
-        const Visit first = planned<C>(shared, warp, 0);
-        if (!asked && first.segment >= 0 && elected()) copy_visit<C>(shared, p, first, 0, false, warp);
+    }
+    const auto ask = [&](int number) {  // for a visit's bytes, the first or the second
+        const Visit v = planned<C>(shared, warp, number);
+        if (v.segment >= 0 && elected()) copy_visit<C>(shared, p, v, number, number > 0, warp);
+    };
+    if (p.ahead) {
+        if (works) ask(0);
+        begin();
+        if (works) queries = fetch_queries<C>(p, shared, first_segment, 0, lane);
+    } else if (works) {
+        ask(0);
+    }
+    if (works) {
         prepare_segment<C>(p, shared, queries, first_segment, warp, lane);
         if (lane == 0) {
             shared.seen[warp] = seen;
@@ -147,10 +124,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     if (shared.block.weight == 0 && shared.block.segment < 0) return;
     // All first visits before anyone's second: warps that get their first one late finish late.
     static_assert(C::kStages == 2, "a second visit");
-    if (slice_begin < slice_end) {
-        const Visit second = planned<C>(shared, warp, 1);
-        if (second.segment >= 0 && elected()) copy_visit<C>(shared, p, second, 1, true, warp);
-    }
+    if (works) ask(1);
 
     HeadState<C> state;
     KeyContext<C> key;
@@ -224,8 +198,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         const unsigned wanted = visit + C::kStages;
         if (wanted % 16 == 0 && wanted >= 32) {
             Seen seen;
-            PageEntry entry;
-            plan_visits<C>(shared, p, shared.slices[warp], wanted, 16, warp, entry, seen);
+            plan_visits<C>(shared, p, shared.slices[warp], wanted, 16, warp, seen);
             __syncwarp();
         }
         next = shared.plan[warp][(visit + 1) % 32];

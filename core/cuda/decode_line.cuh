@@ -30,7 +30,7 @@ struct alignas(16) BatchRow {
     unsigned weight;         // of each of its KV heads on the line
     int skip;                // visits to pages that no query sees any more, whole key groups
     __device__ __forceinline__ bool same_tokens(const BatchRow& b) const {
-        return sequence == b.sequence && sink == b.sink && packed == b.packed && tail == b.tail;
+        return sink == b.sink && packed == b.packed && tail == b.tail;
     }
     __device__ __forceinline__ int total() const { return sink + packed + tail; }
     // Tokens before the pages, and after them.
@@ -77,13 +77,6 @@ struct Extent {
     }
 };
 
-// Whether visits to pages, at least, are the same and at the same places of the line.
-template <class C>
-__device__ __forceinline__ bool same_pages(const DecodeArgs& p, const BatchRow& a, const BatchRow& b) {
-    const Extent<C> x(p, a), y(p, b);
-    return a.sequence == b.sequence && a.packed == b.packed && a.skip == b.skip && x.windows == y.windows;
-}
-
 template <class C>
 __device__ __forceinline__ BatchRow read_row(const DecodeArgs& p, int r) {
     BatchRow row{};
@@ -99,7 +92,6 @@ __device__ __forceinline__ BatchRow read_row(const DecodeArgs& p, int r) {
         row.offset = static_cast<int>(of_batch.offset);
     }
     if (row.sequence >= 0) {
-        // Length and borders may be of different times (DecodeArgs::guesses): all parts are within the length anyway.
         const Span* const span = p.spans + row.sequence;
         const int length = static_cast<int>(load_fresh(&span->length));
         const int border = static_cast<int>(load_fresh(&span->key_border));

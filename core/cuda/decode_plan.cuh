@@ -14,16 +14,6 @@ namespace kivi::cuda::fast {
 
 static_assert(kRowsAtOnce == 64, "a warp for each half of the rows");
 
-// The first access to each line of the parameters is a trip to memory: `warps` warps make all at once.
-__device__ __forceinline__ void touch_parameters(const DecodeArgs& p, int warp, int warps) {
-    constexpr int kLine = 64;
-#pragma unroll 1
-    for (int i = warp; i * kLine < int(sizeof p); i += warps) {
-        const uint32_t word = reinterpret_cast<const uint32_t*>(&p)[i * (kLine / 4)];
-        asm volatile("" ::"r"(word));
-    }
-}
-
 // Finds the place of row r = 32 half + lane on the line; by one warp.
 template <class C>
 __device__ __forceinline__ void place_row(SharedStorage<C>& shared, int half, int lane, unsigned weight) {
@@ -82,19 +72,11 @@ __device__ __forceinline__ Slice find_slice(const SharedStorage<C>& shared, cons
     return slice;
 }
 
-// An entry of a page table, or none.
-struct PageEntry {
-    const int32_t* at = nullptr;
-    int32_t block = 0;
-    __device__ __forceinline__ int32_t now() const { return at != nullptr ? load_fresh(at) : block; }
-};
-
 // Plans visits `from` .. `from` + `count` - 1 of a slice, one a lane: which segment, which part, where it lies in
-// memory. `entry`: the lane's entry of a page table, which is read unless it is that one already; `seen`: its segment.
+// memory. `seen`: the lane's segment.
 template <class C>
-__device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const DecodeArgs& p, const Slice& s,
-                                             unsigned from, int count, int warp, PageEntry& entry,
-                                             Seen& seen) {
+__device__ __forceinline__ void plan_visits(SharedStorage<C>& shared, const DecodeArgs& p, const Slice& s,
+                                             unsigned from, int count, int warp, Seen& seen) {
     int lane = threadIdx.x & 31;
     asm volatile("" : "+r"(lane));  // (as in visit_window)
     const unsigned kv_heads = p.kv_heads, batch_rows = p.batch_rows;
@@ -124,10 +106,10 @@ __device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const Dec
     begin += head * row.weight;
     const bool is = lane < count && r < batch_rows && i < e.visits && begin + e.place(i) < s.end;
     const int in_pages = (static_cast<int>(i - e.windows) + row.skip) * C::kVisitTokens;
+    int page = 0;  // in the pool
     if (is && (i >= e.windows || (C::kPublished && i < e.sinks))) {
         const int token = i >= e.windows ? in_pages : middle_begin<C>(row, i);
-        const int32_t* const at = p.table + int64_t{row.sequence} * p.table_stride + token / kPageTokens;
-        if (at != entry.at) entry = {at, load_fresh(at)};
+        page = load_fresh(p.table + int64_t{row.sequence} * p.table_stride + token / kPageTokens);
     }
     Visit v{nullptr, -1, kOpens};
     if (is) {
@@ -144,7 +126,7 @@ __device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const Dec
                 const unsigned value_rows = p.tail_rows + kMoreValueRows;
                 if (i < e.sinks) {
                     const int begin = middle_begin<C>(row, i), hidden = max(row.packed - begin, 0);
-                    v.source = Places(entry.block, (begin + hidden) % value_rows).source();
+                    v.source = Places(page, (begin + hidden) % value_rows).source();
                     v.info = begin % kBlockTokens / C::kWindowTokens | min(255, row.total() - begin) << 8 |
                              kMiddle << 16 | begin % kPageTokens / kBlockTokens << 18 | hidden << 22 |
                              cut(begin, 31) << 27 | flags;
@@ -170,13 +152,13 @@ __device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const Dec
                      cut(tail ? row.sink + row.packed + token : token, 31) << 27 | flags;
         } else if constexpr (C::kPlain) {
             const int valid = min(C::kWindowTokens, row.packed - in_pages);
-            v.source = p.pages + (int64_t{entry.block} * kv_heads + head) * p.page_bytes +
+            v.source = p.pages + (int64_t{page} * kv_heads + head) * p.page_bytes +
                        in_pages % kPageTokens * C::kRowBytes;
             v.info = valid | min(255, row.packed + row.tail - in_pages) << 8 | kRows << 16 | valid << 22 |
                      cut(row.sink + in_pages, 31) << 27 | flags;
         } else {
             const int block = in_pages % kPageTokens / kBlockTokens;
-            v.source = p.pages + (int64_t{entry.block} * kv_heads + head) * p.page_bytes + C::key_place(block);
+            v.source = p.pages + (int64_t{page} * kv_heads + head) * p.page_bytes + C::key_place(block);
             const int valid = min(C::kVisitTokens, row.packed - in_pages),
                       left = min(255, row.packed + row.after<C>() - in_pages),
                       hidden = cut(row.before<C>() + in_pages, 255);
@@ -187,7 +169,6 @@ __device__ __forceinline__ Visit plan_visits(SharedStorage<C>& shared, const Dec
     }
     seen = {v.segment, begin, begin + e.place(e.visits - 1), begin + row.weight};
     if (lane < count) shared.plan[warp][(from + lane) % 32] = v;
-    return v;
 }
 
 // Rows from `slot` of a ring on; it goes on at its beginning.
@@ -284,18 +265,6 @@ __device__ __forceinline__ Visit planned(const SharedStorage<C>& shared, int war
     Visit v;
     memcpy(&v, &words, sizeof v);
     return v;
-}
-
-// Has a visit to a page in L2 when it is asked for.
-template <class C>
-__device__ __forceinline__ void prefetch_visit(const DecodeArgs& p, const Visit& v) {
-    if constexpr (C::kPlain) {
-        if (info_kind(v.info) != kRows) return;
-        bulk_prefetch(v.source, info_valid(v.info) * C::kRowBytes);
-        bulk_prefetch(v.source + p.value_offset, info_valid(v.info) * C::kRowBytes);
-    } else if (info_kind(v.info) == kPage) {
-        for_each_piece<C>(p, v, false, [](int, const uint8_t* from, uint32_t bytes) { bulk_prefetch(from, bytes); });
-    }
 }
 
 }  // namespace kivi::cuda::fast

@@ -18,7 +18,6 @@ struct SharedStorage {
     BatchRow rows[kRowsAtOnce];
     unsigned row_begin[kRowsAtOnce];  // on the line; from the first row of the half on
     unsigned half_weight[2];          // of rows 0 .. 31, and of rows 32 .. 63
-    int rows_differ[2];               // from those read before, by half
     // What is not needed in the main loop waits here; registers are scarce there.
     BlockPiece block;
     Slice slices[C::kWarps];

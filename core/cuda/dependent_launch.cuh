@@ -13,8 +13,7 @@ namespace kivi::cuda {
 
 // Every thread of a kernel that was launched so waits here before it reads what an earlier kernel may have written, and
 // before it writes to memory: from here on all kernels before it have ended. Those that end without it would let the
-// next kernel overtake the one before them. What is read sooner is a guess: past L1, of memory that no kernel leaves in
-// a state that cannot be followed, and read again afterwards.
+// next kernel overtake the one before them. Sooner a kernel reads only what is settled (launch_order.h), and past L1.
 __device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // Allows the next kernel's blocks, if it is launched so, to start once all blocks of this one are there.
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
