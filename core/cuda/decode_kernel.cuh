@@ -134,16 +134,18 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         const int stage = visit % C::kStages, parity = visit / C::kStages % 2;
         const int next_segment = next.segment, info = next.info;
         if (info_opens(info)) {
+            int own_lane = lane;
+            asm volatile("" : "+r"(own_lane));  // (as in visit_window)
             if (segment >= 0) {  // leave the old segment, or the run
                 const bool whole = shared.from_start[warp] && info_last(shared.plan[warp][(visit - 1) % 32].info);
                 const bool last = next_segment < 0;
                 float* const to = p.invariant ? run_of<C>(p, shared.next_run[warp])
                                   : last      ? reinterpret_cast<float*>(shared.ring[warp])
                                               : spill_of<C>(p, warp, whole);
-                deposit<C>(state, to, rows, lane);
+                deposit<C>(state, to, rows, own_lane);
                 if (p.invariant) {
                     __syncwarp();
-                    if (lane == 0) ++shared.next_run[warp];
+                    if (own_lane == 0) ++shared.next_run[warp];
                 } else if (whole) {
                     __syncwarp();
 #pragma unroll 1
@@ -151,25 +153,25 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
                         const float* const part = to + row * C::kPartialRow;
                         const float2 its = exponent_of<C>(part);
                         Part<C> v;
-                        v.load(part, lane);
+                        v.load(part, own_lane);
                         Row<C> r;
-                        const float weight = r.weigh(lane == 0 ? its : make_float2(-INFINITY, 0.0f));
+                        const float weight = r.weigh(own_lane == 0 ? its : make_float2(-INFINITY, 0.0f));
                         r.add(__shfl_sync(kAll, weight, 0), v.value);
-                        write_row<C>(p, shared.rows[row_of(segment)], head_of(segment), row, lane, r);
+                        write_row<C>(p, shared.rows[row_of(segment)], head_of(segment), row, own_lane, r);
                     }
                     __syncwarp();
-                } else if (lane == 0) {
+                } else if (own_lane == 0) {
                     shared.deposits[warp + (last ? 0 : 16)] = shared.seen[warp];
                 }
             }
             if (next_segment < 0) {
-                if (segment < 0) deposit_nothing<C>(reinterpret_cast<float*>(shared.ring[warp]), rows, lane);
+                if (segment < 0) deposit_nothing<C>(reinterpret_cast<float*>(shared.ring[warp]), rows, own_lane);
                 break;
             }
             if (segment >= 0 && next_segment != segment) {
-                prepare_segment<C>(p, shared, fetch_queries<C>(p, shared, next_segment, 0, lane), next_segment, warp,
-                                   lane);
-                if (lane == 0) {
+                prepare_segment<C>(p, shared, fetch_queries<C>(p, shared, next_segment, 0, own_lane), next_segment,
+                                   warp, own_lane);
+                if (own_lane == 0) {
                     const BatchRow& row = shared.rows[row_of(next_segment)];
                     const Extent<C> e(p, row);
                     const unsigned begin = shared.seen[warp].end;
@@ -177,7 +179,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
                     shared.from_start[warp] = true;
                 }
             }
-            if (next_segment != segment) set_factors<C>(state, shared.units[warp], p.scale_log2, lane);
+            if (next_segment != segment) set_factors<C>(state, shared.units[warp], p.scale_log2, own_lane);
             segment = next_segment;
             clear<C>(state);
             __syncwarp();
