@@ -30,6 +30,17 @@ namespace {
 
 Stream stream_of(kivi_stream stream) { return static_cast<Stream>(stream); }
 
+LaunchPlace place_of(kivi_stream stream) {
+    if (stream == cudaStreamPerThread) return {};  // another stream in each thread
+    cudaStreamCaptureStatus status;
+    unsigned long long capture = 0;
+    if (cudaStreamGetCaptureInfo(stream_of(stream), &status, &capture) != cudaSuccess) {
+        cudaGetLastError();
+        return {};
+    }
+    return {stream_of(stream), status == cudaStreamCaptureStatusNone ? 0 : capture, true};
+}
+
 void check_launch(const char* what) { check(cudaGetLastError(), what); }
 
 bool query_aware(const kivi_layer& layer) {
@@ -190,7 +201,7 @@ class CudaBackend final : public Backend {
         const DeviceGuard guard(device_);
         check_view("k", k);
         check_view("v", v);
-        order_.change(layer);
+        order_.change(layer, place_of(stream));
         WriteArgs args;
         args.layer = layers_[layer].args;
         args.k = k;
@@ -203,7 +214,7 @@ class CudaBackend final : public Backend {
 
     void flush(int layer, Rows rows, kivi_stream stream) override {
         const DeviceGuard guard(device_);
-        order_.change(layer);
+        order_.change(layer, place_of(stream));
         WriteArgs args;
         args.mode = WriteMode::flush;
         args.layer = layers_[layer].args;
@@ -248,12 +259,12 @@ class CudaBackend final : public Backend {
         args.learned_sinks = call.learned_sinks;
         args.workspace = static_cast<float*>(call.workspace);
         args.invariant = (call.flags & KIVI_ATTEND_INVARIANT) != 0;
+        const LaunchPlace place = place_of(call.stream);
         for_each_portion(call.rows, args.batch, [&] {
-            const Stream stream = stream_of(call.stream);
-            args.settled = order_.settled(call.layer, stream);
-            const bool decoded = attend_call(args, layers_[call.layer].fast, gpu_, stream);
+            args.settled = order_.settled(call.layer, place);
+            const bool decoded = attend_call(args, layers_[call.layer].fast, gpu_, stream_of(call.stream));
             check_launch("attend");
-            if (decoded) order_.gate(stream);
+            if (decoded) order_.gate(place);
         });
     }
 
@@ -288,7 +299,7 @@ class CudaBackend final : public Backend {
 
     void import_page(int layer, Part part, int head, int32_t block, int64_t tokens, const uint8_t* from) override {
         const DeviceGuard guard(device_);
-        order_.change(layer);
+        order_.change(layer, place_of(*own_));
         const TensorStore& store = layers_[layer].args.part(part);
         own_->copy(staging_.as(), from, packed_bytes(store.spec(), store.dim, store.window_dtype, tokens));
         cuda::import_page(store, store.page(block, head), static_cast<int32_t>(tokens), staging_.as(), *own_);
@@ -310,7 +321,7 @@ class CudaBackend final : public Backend {
     void import_window(int layer, Part part, int head, int32_t sequence, int64_t begin, int64_t end,
                        const uint8_t* from) override {
         const DeviceGuard guard(device_);
-        order_.change(layer);
+        order_.change(layer, place_of(*own_));
         const TensorStore& store = layers_[layer].args.part(part);
         for_each_stretch(store, begin, end, [&](int64_t position, int64_t rows) {
             const uint64_t bytes = rows * store.row_bytes();
@@ -335,7 +346,7 @@ class CudaBackend final : public Backend {
     void bind_blocks(int32_t sequence, const int32_t* blocks, int64_t begin, int64_t end,
                      kivi_stream stream) override {
         const DeviceGuard guard(device_);
-        order_.change();
+        order_.change(place_of(stream));
         const StateLayout at(model_);
         BlockList list;
         for (int64_t page = begin; page < end;) {
@@ -352,7 +363,7 @@ class CudaBackend final : public Backend {
     void set_sequence(int32_t sequence, const std::vector<Span>& layers, const int32_t* blocks, int64_t block_count,
                       kivi_stream stream) override {
         const DeviceGuard guard(device_);
-        order_.change();
+        order_.change(place_of(stream));
         const StateLayout at(model_);
         SpanList list;
         list.sequence = sequence;
@@ -452,14 +463,14 @@ class CudaBackend final : public Backend {
 
     void reset(kivi_stream stream) override {
         const DeviceGuard guard(device_);
-        order_.change();
+        order_.change(place_of(stream));
         const StateLayout at(model_);
         check(cudaMemsetAsync(state_.as() + at.saturated, 0, at.table - at.saturated, stream_of(stream)), "reset");
     }
 
     void grow_pool(int64_t more, kivi_stream stream) override {
         const DeviceGuard guard(device_);
-        order_.change();
+        order_.change(place_of(stream));
         std::vector<Memory> grown(layers_.size());
         for (size_t i = 0; i < layers_.size(); ++i) {
             if (!model_.has(static_cast<int>(i))) continue;

@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     if (lane < 2) shared.deposits[warp + 16 * lane].segment = -1;
     if (C::kWarps < 16 && worker == 0 && (lane & 15) >= C::kWarps) shared.deposits[lane].segment = -1;
     if (threadIdx.x < 16) shared.ones[threadIdx.x] = 0x3C003C00u;
-    // Where the cache is known to be settled (launch_order.h), all is planned, and the first visits' bytes are asked for,
-    // before the kernels in front have ended. Queries wait for these in any case.
+    // Where the cache is known to be settled (launch_order.h), all is planned, and the first visits' bytes are asked
+    // for, before the kernels in front have ended. Queries wait for these in any case.
     const auto begin = [] {
         wait_for_earlier_kernels();
         let_next_kernel_start();
@@ -81,8 +81,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         const Slice slice = find_slice<C>(shared, p, slice_begin, slice_end, lane);
         if (lane == 0) shared.slices[warp] = slice;
         first_segment = slice.row < batch_rows ? segment_of(slice.row, slice.head) : 0;
-        // While the page table is read, and before the first pages are asked for: behind those of the block's other warps
-        // queries would wait for megabytes.
+        // While the page table is read, and before the first pages are asked for: behind those of the block's other
+        // warps queries would wait for megabytes.
         if (!p.ahead) queries = fetch_queries<C>(p, shared, first_segment, 0, lane);
         plan_visits<C>(shared, p, slice, 0, 32, warp, seen);
         __syncwarp();

@@ -29,9 +29,6 @@ struct alignas(16) BatchRow {
     int index, offset;       // where it lies in tensors: as a row of rank 4, behind so many tokens in rank 3
     unsigned weight;         // of each of its KV heads on the line
     int skip;                // visits to pages that no query sees any more, whole key groups
-    __device__ __forceinline__ bool same_tokens(const BatchRow& b) const {
-        return sink == b.sink && packed == b.packed && tail == b.tail;
-    }
     __device__ __forceinline__ int total() const { return sink + packed + tail; }
     // Tokens before the pages, and after them.
     template <class C>
@@ -89,7 +86,7 @@ __device__ __forceinline__ BatchRow read_row(const DecodeArgs& p, int r) {
         const RowArg of_batch = row_at(p.arrays, p.first_row + r);
         row.sequence = of_batch.count == p.tokens ? of_batch.sequence : -1;
         row.index = of_batch.index;
-        row.offset = static_cast<int>(of_batch.offset);
+        if (row.sequence >= 0) row.offset = static_cast<int>(of_batch.offset);
     }
     if (row.sequence >= 0) {
         const Span* const span = p.spans + row.sequence;
@@ -205,8 +202,6 @@ __device__ __forceinline__ int segment_of(int row, int head) { return row << 16 
 __device__ __forceinline__ int row_of(int segment) { return segment >> 16; }
 __device__ __forceinline__ int head_of(int segment) { return segment & 0xFFFF; }
 enum Kind { kPage, kSink, kTail, kRows, kMiddle = kSink };  // kRows: a page of 16 bits; kMiddle: decode_middle.cuh
-template <class C>
-constexpr Kind kPageKind = C::kPlain ? kRows : kPage;
 __device__ __forceinline__ int info_valid(int i) { return i & 255; }         // tokens that exist
 __device__ __forceinline__ int info_left(int i) { return i >> 8 & 255; }     // to the sequence's end, at most 255
 __device__ __forceinline__ int info_kind(int i) { return i >> 16 & 3; }

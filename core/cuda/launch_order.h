@@ -1,15 +1,17 @@
-// Whether a layer is settled for a kernel: no kernel in front of it on its stream changes the layer any more when it
-// starts, though some may not have ended.
+// Whether a layer is settled for a kernel: no kernel in front of it changes the layer any more when it starts, though
+// some may not have ended.
 //
-// A kernel launched as a dependent (dependent_launch.cuh) that lets the next one start only when all before it have ended
-// is called a gate here: decode kernels are. What is enqueued behind a gate on the same stream, whatever stands between
-// them, finds all that was enqueued before the gate done and visible from its first instruction on.
+// A kernel launched as a dependent (dependent_launch.cuh) that lets the next one start only when all before it have
+// ended is called a gate here: decode kernels are. What is enqueued behind a gate on the same stream, whatever stands
+// between them, finds all that the stream had before the gate done and visible from its first instruction on.
 //
 //   stream   ... change of the layer | gate | attend: settled
 //            ... gate | change of the layer | attend: not settled, it waits first
 //
-// In a captured graph the order is the same at every replay, and what a graph begins with waits for all that the stream
-// had before.
+// The order of calls is that of the kernels only within a stream, and within a capture or outside of all: a graph may be
+// launched at any time, or never. So gates count for their own stream and capture, and so do changes, but for one:
+// what a graph begins with waits for all that was enqueued before its launch, so inside of a capture changes made
+// outside do not matter.
 #pragma once
 #include <cstdint>
 #include <mutex>
@@ -19,38 +21,64 @@
 
 namespace kivi::cuda {
 
+// Where a call is enqueued.
+struct LaunchPlace {
+    Stream stream = nullptr;
+    uint64_t capture = 0;  // 0: none
+    bool known = false;    // the stream is one and the same wherever it is named, and what captures it could be asked
+
+    bool is(const LaunchPlace& other) const {
+        return known && other.known && stream == other.stream && capture == other.capture;
+    }
+};
+
 class LaunchOrder {
   public:
-    explicit LaunchOrder(size_t layers) : changed_(layers, 0) {}
+    explicit LaunchOrder(size_t layers) : layers_(layers) {}
 
     // Contents, lengths or page tables of one layer are about to change, or of all.
-    void change(int layer) {
+    void change(int layer, const LaunchPlace& at) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        changed_[layer] = ++number_;
+        change(layers_[layer], ++number_, at);
     }
-    void change() {
+    void change(const LaunchPlace& at) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        changed_.assign(changed_.size(), ++number_);
+        ++number_;
+        for (Layer& layer : layers_) change(layer, number_, at);
     }
     // A gate was launched.
-    void gate(Stream stream) {
+    void gate(const LaunchPlace& at) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        // cudaStreamPerThread names another stream in each thread.
-        if (reinterpret_cast<uintptr_t>(stream) == 2) return;
         gate_ = ++number_;
-        gate_stream_ = stream;
+        gate_at_ = at;
     }
-    bool settled(int layer, Stream stream) const {
+    bool settled(int layer, const LaunchPlace& at) const {
         const std::lock_guard<std::mutex> lock(mutex_);
-        return gate_stream_ == stream && gate_ > changed_[layer];
+        const Layer& last = layers_[layer];
+        if (last.lost || gate_ < last.change || !gate_at_.is(at)) return false;
+        if (at.capture == 0) return last.capture == 0 && last.at.is(at);  // else a replay may be what changed it
+        return last.capture != at.capture || last.at.is(at);
     }
 
   private:
+    struct Layer {
+        int64_t change = 0;  // number of the last one
+        LaunchPlace at;      // and where
+        uint64_t capture = 0;  // that has captured one last
+        bool lost = false;     // nobody knows where one was enqueued
+    };
+    static void change(Layer& layer, int64_t number, const LaunchPlace& at) {
+        layer.change = number;
+        layer.at = at;
+        if (at.capture != 0) layer.capture = at.capture;
+        if (!at.known) layer.lost = true;
+    }
+
     mutable std::mutex mutex_;  // attends may run side by side
     int64_t number_ = 0;        // of the last call that counts
-    int64_t gate_ = 0;          // the last gate, and its stream
-    Stream gate_stream_ = nullptr;
-    std::vector<int64_t> changed_;  // by the last change of each layer
+    int64_t gate_ = 0;          // the last gate, and where
+    LaunchPlace gate_at_;
+    std::vector<Layer> layers_;
 };
 
 }  // namespace kivi::cuda

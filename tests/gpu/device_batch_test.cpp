@@ -46,14 +46,15 @@ Rows ids_and_counts(int32_t most, bool ragged) {
             most,
             ragged ? 5 * most + 2 : 0};
 }
-// Offsets that are negative, too far, or whose low halves are not.
+// Offsets that are negative, too far, or whose low halves are not. The first row's too: a warp without work of its own
+// asks for that row's queries.
 Rows far_offsets(int32_t most) {
     const int64_t tokens = 4 * most, wrap = int64_t{1} << 32;
     return {{6, 2, 3, 0, 4, 1, 5, 7, 8, 9},
             std::vector<int32_t>(10, most),
             most,
             tokens,
-            {most, -1, 0, kNearest, 2 * most, tokens - most, tokens - most + 1, kFarthest, wrap, wrap + most}};
+            {kFarthest, -1, 0, kNearest, 2 * most, tokens - most, tokens - most + 1, most, wrap, wrap + most}};
 }
 // More rows than one launch has, half of them not there; the last ones do not fit the tensors.
 Rows many(int sequences) {

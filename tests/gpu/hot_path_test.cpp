@@ -178,7 +178,8 @@ TEST_CASE("no host memory, however many rows, from the first call on") {
     void* volatile counted = operator new(100);
     counting = false;
     operator delete(counted);
-    CHECK(allocations == 1);
+    const int64_t seen = allocations;
+    CHECK(seen == 1);
 }
 
 TEST_CASE("no device memory, no waiting, no stream but the caller's") {

@@ -130,9 +130,9 @@ typedef struct kivi_tensor {
  * [BATCH-1] A row with id -1 or count 0 is skipped: nothing is read or written for it; its count moves the rows
  * behind it all the same. [BATCH-2] A sequence may stand in one row only. [BATCH-3] What breaks these rules is
  * refused in host arrays. In device arrays an id that is out of range counts as -1, a count below 0 or above
- * max_count as 0; a row is skipped too if a rank-3 tensor does not have all of its tokens, and, by kivi_append and
- * kivi_flush_residual, if its sequence stands in an earlier row with a count. All zero after init: fill rows and
- * what differs from the defaults. */
+ * max_count as 0; a row is skipped too if a rank-3 tensor does not have all of its tokens, by kivi_append if its
+ * sequence stands in an earlier row with a count, and by kivi_flush_residual, which has none, if in any earlier row.
+ * All zero after init: fill rows and what differs from the defaults. */
 typedef struct kivi_batch {
     size_t struct_size;
     int32_t rows;
