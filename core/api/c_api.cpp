@@ -100,6 +100,48 @@ void init_struct(const char* name, T* to, size_t struct_size, T defaults) {
     put_struct(to, struct_size, defaults);
 }
 
+kivi_attend_params attend_defaults() {
+    kivi_attend_params defaults{};
+    defaults.window_left = -1;
+    return defaults;
+}
+
+kivi_attend_params take_attend_params(const kivi_attend_params* from) {
+    if (from == nullptr) return attend_defaults();
+    const kivi_attend_params params = take_struct("params", from);
+    check_reserved("params", params.reserved);
+    return params;
+}
+
+// Keys and values that the batch's rows bring.
+View check_keys(const char* name, const kivi_tensor* k, const kivi_layer& shape, Batch& batch, Place place) {
+    return check_batch_tensor(k, {name, shape.kv_heads, shape.key_dim}, batch, place);
+}
+View check_values(const char* name, const kivi_tensor* v, const kivi_layer& shape, Batch& batch, Place place) {
+    return check_batch_tensor(v, {name, shape.kv_heads, shape.value_dim}, batch, place);
+}
+
+// All that attend is asked but for fresh keys and values.
+AttendRequest check_attend(const kivi_tensor* q, const kivi_tensor* out, const kivi_attend_params& params,
+                           const kivi_layer& shape, Batch& batch, Place place) {
+    AttendRequest request;
+    request.q = check_batch_tensor(q, {"q", shape.q_heads, shape.key_dim}, batch, place);
+    request.out = check_batch_tensor(out, {"out", shape.q_heads, shape.value_dim, true}, batch, place);
+    request.scale = checked_finite("params.scale", params.scale);
+    request.soft_cap = checked_soft_cap("params.soft_cap", params.soft_cap);
+    request.window_left = checked_window_left("params.window_left", params.window_left);
+    request.flags = checked_flags(params.flags, KIVI_ATTEND_INVARIANT);
+    if (params.learned_sinks != nullptr) {
+        check_pointer("params.learned_sinks", params.learned_sinks, alignof(float));
+        request.learned_sinks = params.learned_sinks;
+    }
+    if (params.lse != nullptr) {
+        request.lse = check_batch_tensor(params.lse, {"params.lse", shape.q_heads, 0, true, KIVI_F32}, batch,
+                                         place);
+    }
+    return request;
+}
+
 void apply_preset(const kivi_preset& preset, kivi_config* config) {
     config->layer.k = preset.k;
     config->layer.v = preset.v;
@@ -146,9 +188,7 @@ kivi_status kivi_config_init(kivi_config* config, size_t struct_size) {
 
 kivi_status kivi_attend_params_init(kivi_attend_params* params, size_t struct_size) {
     return guarded([&] {
-        kivi_attend_params defaults{};
-        defaults.window_left = -1;
-        init_struct("params", params, struct_size, defaults);
+        init_struct("params", params, struct_size, attend_defaults());
     });
 }
 
@@ -366,8 +406,8 @@ kivi_status kivi_append(kivi_cache* handle, int32_t layer, const kivi_batch* row
         const kivi_layer& shape = cache->layer(layer);
         const Place place = place_of(cache->model());
         Batch batch = check_batch(rows, cache->model());
-        const View keys = check_batch_tensor(k, {"k", shape.kv_heads, shape.key_dim}, batch, place);
-        const View values = check_batch_tensor(v, {"v", shape.kv_heads, shape.value_dim}, batch, place);
+        const View keys = check_keys("k", k, shape, batch, place);
+        const View values = check_values("v", v, shape, batch, place);
         cache->append(layer, batch, keys, values, stream);
     });
 }
@@ -389,36 +429,38 @@ kivi_status kivi_attend(const kivi_cache* handle, int32_t layer, const kivi_batc
         const kivi_layer& shape = cache->layer(layer);
         const Place place = place_of(cache->model());
         Batch batch = check_batch(rows, cache->model());
-        AttendRequest request;
-        request.q = check_batch_tensor(q, {"q", shape.q_heads, shape.key_dim}, batch, place);
-        request.out = check_batch_tensor(out, {"out", shape.q_heads, shape.value_dim, true}, batch, place);
-        if (from != nullptr) {
-            const kivi_attend_params params = take_struct("params", from);
-            check_reserved("params", params.reserved);
-            request.scale = checked_finite("params.scale", params.scale);
-            request.soft_cap = checked_soft_cap("params.soft_cap", params.soft_cap);
-            request.window_left = checked_window_left("params.window_left", params.window_left);
-            request.flags = checked_flags(params.flags, KIVI_ATTEND_INVARIANT);
-            if ((params.k == nullptr) != (params.v == nullptr)) {
-                refuse_argument("params.", params.k ? "v" : "k",
-                                " is NULL; fresh keys and values come together");
-            }
-            if (params.k != nullptr) {
-                request.k =
-                    check_batch_tensor(params.k, {"params.k", shape.kv_heads, shape.key_dim}, batch, place);
-                request.v =
-                    check_batch_tensor(params.v, {"params.v", shape.kv_heads, shape.value_dim}, batch, place);
-            }
-            if (params.learned_sinks != nullptr) {
-                check_pointer("params.learned_sinks", params.learned_sinks, alignof(float));
-                request.learned_sinks = params.learned_sinks;
-            }
-            if (params.lse != nullptr) {
-                request.lse = check_batch_tensor(params.lse, {"params.lse", shape.q_heads, 0, true, KIVI_F32},
-                                                 batch, place);
-            }
+        const kivi_attend_params params = take_attend_params(from);
+        AttendRequest request = check_attend(q, out, params, shape, batch, place);
+        if ((params.k == nullptr) != (params.v == nullptr)) {
+            refuse_argument("params.", params.k ? "v" : "k",
+                            " is NULL; fresh keys and values come together");
+        }
+        if (params.k != nullptr) {
+            request.k = check_keys("params.k", params.k, shape, batch, place);
+            request.v = check_values("params.v", params.v, shape, batch, place);
         }
         cache->attend(layer, batch, request, workspace, workspace_bytes, stream);
+    });
+}
+
+kivi_status kivi_step(kivi_cache* handle, int32_t layer, const kivi_batch* rows, const kivi_tensor* q,
+                      const kivi_tensor* k, const kivi_tensor* v, const kivi_tensor* out,
+                      const kivi_attend_params* from, void* workspace, size_t workspace_bytes,
+                      kivi_stream stream) {
+    return guarded([&] {
+        const ExclusiveUse cache(handle);
+        const kivi_layer& shape = cache->layer(layer);
+        const Place place = place_of(cache->model());
+        Batch batch = check_batch(rows, cache->model());
+        const kivi_attend_params params = take_attend_params(from);
+        AttendRequest request = check_attend(q, out, params, shape, batch, place);
+        if (params.k != nullptr || params.v != nullptr) {
+            refuse_argument("params.", params.k ? "k" : "v",
+                            " is set; it must be NULL, since kivi_step takes k and v itself");
+        }
+        request.k = check_keys("k", k, shape, batch, place);
+        request.v = check_values("v", v, shape, batch, place);
+        cache->step(layer, batch, request, workspace, workspace_bytes, stream);
     });
 }
 

@@ -28,7 +28,7 @@ struct Row {
     int32_t sequence = 0;
     int64_t offset = 0;               // first token in rank-3 tensors
     int64_t count = 0;                // tokens of this call
-    Span before, after;               // state of (layer, sequence); the same in calls that only read
+    Span before, after;               // state of (layer, sequence); calls that only read look at `before`
     const int32_t* blocks = nullptr;  // page table of the sequence: block of page p
     int64_t block_count = 0;          // its valid entries before the call
 };
@@ -99,6 +99,11 @@ class Backend {
 
     virtual size_t attend_workspace(int layer, int32_t rows, int32_t max_count) const = 0;
     virtual void attend(const AttendCall& call) const = 0;
+    // Attends with the call's keys and values, then appends them: rows before -> after as of an append.
+    virtual void step(const AttendCall& call) {
+        attend(call);
+        append(call.layer, call.rows, call.k, call.v, call.stream);
+    }
 
     // Rows begin .. end - 1 of row.sequence as attend reads them; either view may be empty.
     virtual void dequantize(int layer, const Row& row, int64_t begin, int64_t end, const View& k,

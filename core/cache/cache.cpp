@@ -23,6 +23,9 @@ constexpr size_t kWorkspaceAlignment = 64;
 size_t aligned(size_t bytes) {
     return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
 }
+uint8_t* aligned(void* memory) {
+    return reinterpret_cast<uint8_t*>(aligned(reinterpret_cast<uintptr_t>(memory)));
+}
 
 [[noreturn]] void refuse_double(int32_t row, int32_t sequence) {
     refuse_argument("batch.sequences[", row, "] is ", sequence, ", which stands in an earlier row too");
@@ -168,12 +171,9 @@ void Cache::run_on_device(const Batch& batch, Work&& work) const {
     run([&] { work(Rows{nullptr, 0, &rows}); });
 }
 
-void Cache::append(int32_t layer, const Batch& batch, const View& k, const View& v, kivi_stream stream) {
-    check_stream(stream);
-    check_healthy();
-    if (batch.on_device) {
-        return run_on_device(batch, [&](Rows rows) { backend_->append(layer, rows, k, v, stream); });
-    }
+template <class Work>
+void Cache::grow(int32_t layer, const Batch& batch, kivi_stream stream, Work&& work) {
+    if (batch.on_device) return run_on_device(batch, work);
     const Rows rows = plan_rows(layer, batch, [&](int32_t sequence, const Span& before, int64_t count) {
         const int64_t length = before.length + count;
         if (length > model_.max_tokens) {
@@ -186,7 +186,13 @@ void Cache::append(int32_t layer, const Batch& batch, const View& k, const View&
     int64_t needed = 0;
     for (const Row& row : rows) needed += missing_blocks(row.sequence, row.after);
     check_blocks(needed);
-    apply(layer, rows, stream, [&] { backend_->append(layer, rows, k, v, stream); });
+    apply(layer, rows, stream, [&] { work(rows); });
+}
+
+void Cache::append(int32_t layer, const Batch& batch, const View& k, const View& v, kivi_stream stream) {
+    check_stream(stream);
+    check_healthy();
+    grow(layer, batch, stream, [&](Rows rows) { backend_->append(layer, rows, k, v, stream); });
 }
 
 void Cache::flush(int32_t layer, const Batch& batch, kivi_stream stream) {
@@ -266,36 +272,23 @@ int32_t Cache::plan_attend(int32_t layer, const Batch& batch, Row* rows, uint8_t
     return size;
 }
 
-void Cache::attend(int32_t layer, const Batch& batch, const AttendRequest& request, void* workspace,
-                   size_t workspace_bytes, kivi_stream stream) const {
-    check_stream(stream);
-    check_healthy();
+void Cache::check_workspace(int32_t layer, const Batch& batch, const void* workspace, size_t bytes) const {
     const size_t needed = attend_workspace(layer, batch.active, batch.max_count);
-    if (workspace_bytes < needed) {
-        refuse(KIVI_ERROR_BUFFER_TOO_SMALL, "workspace_bytes is ", workspace_bytes, "; ", batch.active,
+    if (bytes < needed) {
+        refuse(KIVI_ERROR_BUFFER_TOO_SMALL, "workspace_bytes is ", bytes, "; ", batch.active,
                " rows of at most ", batch.max_count, " queries need ", needed);
     }
-    if (batch.active == 0) return;
-    if (workspace == nullptr) refuse_argument("workspace is NULL, but ", needed, " bytes are needed");
-
-    uint8_t* const base = reinterpret_cast<uint8_t*>(aligned(reinterpret_cast<uintptr_t>(workspace)));
-    uint8_t* const end = static_cast<uint8_t*>(workspace) + workspace_bytes;
-    const int32_t most_rows = std::min(batch.active, model_.max_sequences);
-    const DeviceRows on_device = device_rows(batch);
-    Rows planned{nullptr, 0, batch.on_device ? &on_device : nullptr};
-    std::unique_lock<std::mutex> lock;  // of the plan, until its rows have been handed to the device
-    if (model_.device == KIVI_CPU) {
-        Row* const rows = reinterpret_cast<Row*>(base);
-        planned.data = rows;
-        planned.size = plan_attend(layer, batch, rows, base + aligned(most_rows * sizeof(Row)));
-    } else if (!batch.on_device) {
-        lock = std::unique_lock<std::mutex>(plan_mutex_);
-        planned = plan_rows(layer, batch, [](int32_t, const Span& span, int64_t) { return span; });
+    if (workspace == nullptr && needed > 0) {
+        refuse_argument("workspace is NULL, but ", needed, " bytes are needed");
     }
+}
 
+AttendCall Cache::attend_call(int32_t layer, const Batch& batch, const AttendRequest& request,
+                              void* workspace, size_t workspace_bytes, kivi_stream stream) const {
+    uint8_t* const end = static_cast<uint8_t*>(workspace) + workspace_bytes;
+    uint8_t* const own = aligned(workspace) + plan_bytes(std::min(batch.active, model_.max_sequences));
     AttendCall call;
     call.layer = layer;
-    call.rows = planned;
     call.q = request.q;
     call.out = request.out;
     call.k = request.k;
@@ -308,10 +301,47 @@ void Cache::attend(int32_t layer, const Batch& batch, const AttendRequest& reque
     call.window_left = request.window_left;
     call.learned_sinks = request.learned_sinks;
     call.flags = request.flags;
-    call.workspace = base + plan_bytes(most_rows);
-    call.workspace_bytes = static_cast<size_t>(end - static_cast<uint8_t*>(call.workspace));
+    call.workspace = own;
+    call.workspace_bytes = static_cast<size_t>(end - own);
     call.stream = stream;
+    return call;
+}
+
+void Cache::attend(int32_t layer, const Batch& batch, const AttendRequest& request, void* workspace,
+                   size_t workspace_bytes, kivi_stream stream) const {
+    check_stream(stream);
+    check_healthy();
+    check_workspace(layer, batch, workspace, workspace_bytes);
+    if (batch.active == 0) return;
+    AttendCall call = attend_call(layer, batch, request, workspace, workspace_bytes, stream);
+    const DeviceRows on_device = device_rows(batch);
+    std::unique_lock<std::mutex> lock;  // of the plan, until its rows have been handed to the device
+    if (batch.on_device) {
+        call.rows.on_device = &on_device;
+    } else if (model_.device == KIVI_CPU) {
+        const int32_t most_rows = std::min(batch.active, model_.max_sequences);
+        Row* const rows = reinterpret_cast<Row*>(aligned(workspace));
+        call.rows.data = rows;
+        call.rows.size =
+            plan_attend(layer, batch, rows, aligned(workspace) + aligned(most_rows * sizeof(Row)));
+    } else {
+        lock = std::unique_lock<std::mutex>(plan_mutex_);
+        call.rows = plan_rows(layer, batch, [](int32_t, const Span& span, int64_t) { return span; });
+    }
     run([&] { backend_->attend(call); });
+}
+
+void Cache::step(int32_t layer, const Batch& batch, const AttendRequest& request, void* workspace,
+                 size_t workspace_bytes, kivi_stream stream) {
+    check_stream(stream);
+    check_healthy();
+    check_workspace(layer, batch, workspace, workspace_bytes);
+    if (batch.active == 0) return;
+    AttendCall call = attend_call(layer, batch, request, workspace, workspace_bytes, stream);
+    grow(layer, batch, stream, [&](Rows rows) {
+        call.rows = rows;
+        backend_->step(call);
+    });
 }
 
 void Cache::dequantize(int32_t layer, int32_t sequence, int64_t begin, int64_t end, const View& k,

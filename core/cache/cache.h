@@ -46,6 +46,9 @@ class Cache {
 
     // Work. Views are checked against the layer and the batch by the caller.
     void append(int32_t layer, const Batch& batch, const View& k, const View& v, kivi_stream stream);
+    // Attends with the fresh k and v of the request, then appends them.
+    void step(int32_t layer, const Batch& batch, const AttendRequest& request, void* workspace,
+              size_t workspace_bytes, kivi_stream stream);
     void flush(int32_t layer, const Batch& batch, kivi_stream stream);              // layer -1: all
     size_t attend_workspace(int32_t layer, int32_t rows, int32_t max_count) const;  // layer -1: any
     void attend(int32_t layer, const Batch& batch, const AttendRequest& request, void* workspace,
@@ -115,6 +118,9 @@ class Cache {
     // Gives the planned rows their blocks, runs `work`, moves the spans; takes the blocks back if it throws.
     template <class Work>
     void apply(int32_t layer, Rows rows, kivi_stream stream, Work&& work);
+    // Runs `work(rows)`, which appends the batch's tokens; refuses what max_tokens or the pool cannot hold.
+    template <class Work>
+    void grow(int32_t layer, const Batch& batch, kivi_stream stream, Work&& work);
     // Runs a call of the backend and remembers a device error.
     template <class Work>
     void run(Work&& work) const;
@@ -126,6 +132,10 @@ class Cache {
     }
     size_t plan_bytes(int32_t rows) const;
     int32_t plan_attend(int32_t layer, const Batch& batch, Row* rows, uint8_t* seen) const;
+    void check_workspace(int32_t layer, const Batch& batch, const void* workspace, size_t bytes) const;
+    // What the backend is asked, but for the rows.
+    AttendCall attend_call(int32_t layer, const Batch& batch, const AttendRequest& request, void* workspace,
+                           size_t workspace_bytes, kivi_stream stream) const;
     void drop_contents(int32_t sequence);
     void publish(int32_t sequence, const std::vector<Span>& spans, kivi_stream stream);
 

@@ -82,7 +82,7 @@ struct Plan {
         return std::max<int64_t>(1, ceil_div(tokens, split_tokens(tokens)));
     }
     int64_t packed_tokens(const Row& row) const {
-        const int64_t border = std::max(row.after.key_border, row.after.value_border);
+        const int64_t border = std::max(row.before.key_border, row.before.value_border);
         return std::max<int64_t>(0, border - layer.key.windows.sink);
     }
     int64_t blocks(const Row& row) const { return ceil_div(row.count * ratio, kBlockRows); }

@@ -37,7 +37,7 @@ class Walk {
     // First and last position that a row sees. Both grow with the row.
     int64_t from(int r) const { return call_.window_left < 0 ? 0 : std::max<int64_t>(0, last(r) - call_.window_left); }
     int64_t last(int r) const {
-        return (call_.k ? row_.after.length : row_.after.length - row_.count) + token(r);
+        return (call_.k ? row_.before.length : row_.before.length - row_.count) + token(r);
     }
 
     struct Positions {
@@ -76,15 +76,15 @@ class Walk {
             if (position > begin) end = std::min(end, position);
         };
         stop_at(windows.sink);
-        stop_at(row_.after.length);
-        const int64_t border = std::max(row_.after.key_border, row_.after.value_border);
+        stop_at(row_.before.length);
+        const int64_t border = std::max(row_.before.key_border, row_.before.value_border);
         if (begin >= windows.sink && begin < border) {
             stop_at(begin + kPageTokens - (begin - windows.sink) % kPageTokens);
         }
         for (const TensorStore* store : {&plan_.layer.key, &plan_.layer.value}) {
-            const int64_t tail = tail_begin(windows, row_.after, store->part);
+            const int64_t tail = tail_begin(windows, row_.before, store->part);
             stop_at(tail);
-            if (begin >= tail && begin < row_.after.length) {
+            if (begin >= tail && begin < row_.before.length) {
                 stop_at(begin + store->tail_rows - store->tail_slot(begin));
             }
         }
@@ -94,10 +94,10 @@ class Walk {
     // Written where it is kept: a copy would wait for its own stores.
     void place(const TensorStore& store, const View& fresh, Reader packed, int64_t position, int64_t tokens,
                Place& place, Ahead::Range* ranges, int& range_count) const {
-        place.fresh = position >= row_.after.length;
+        place.fresh = position >= row_.before.length;
         place.part = nullptr;
         const int64_t slot = position - store.windows.sink;
-        if (!place.fresh && slot >= 0 && position < tail_begin(store.windows, row_.after, store.part)) {
+        if (!place.fresh && slot >= 0 && position < tail_begin(store.windows, row_.before, store.part)) {
             const uint8_t* part = store.page(row_.blocks[slot / kPageTokens], head_);
             place.token = static_cast<int>(slot % kPageTokens);
             place.reader = packed;
@@ -115,7 +115,7 @@ class Walk {
             if (place.fresh) {
                 const int64_t element = static_cast<int64_t>(dtype_bytes(fresh.dtype));
                 const int64_t first = origin(fresh, row_) + head_ * fresh.head_stride;
-                const int64_t token = position - row_.after.length;
+                const int64_t token = position - row_.before.length;
                 place.run = {static_cast<const uint8_t*>(fresh.data) + (first + token * fresh.token_stride) * element,
                              fresh.token_stride * element, fresh.dtype, store.dim};
                 return;

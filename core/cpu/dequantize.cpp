@@ -35,7 +35,7 @@ void stored_row(const TensorStore& store, const Row& row, int head, int64_t posi
     const Windows& windows = store.windows;
     if (position < windows.sink) {
         load_row_plain(store.sink_row(row.sequence, head, position), store.window_dtype, store.dim, x);
-    } else if (position >= tail_begin(windows, row.after, store.part)) {
+    } else if (position >= tail_begin(windows, row.before, store.part)) {
         load_row_plain(store.tail_row(row.sequence, head, store.tail_slot(position)), store.window_dtype,
                        store.dim, x);
     } else {

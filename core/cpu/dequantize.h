@@ -7,7 +7,7 @@
 
 namespace kivi::cpu {
 
-// The row of `position` (0 .. row.after.length - 1) as attend sees it: stored basis, fp32, `store.dim` values.
+// The row of `position` (0 .. row.before.length - 1) as attend sees it: stored basis, fp32, `store.dim` values.
 void stored_row(const TensorStore& store, const Row& row, int head, int64_t position, float* x);
 
 // Tokens first .. first + count - 1 of a page, rows of `store.dim` values. The tokens must have been packed.

@@ -28,7 +28,7 @@ struct Query {
 
 // [ATTEND-1]: bottom-right causal, window_left keys to the left of the query itself.
 void set_range(const AttendCall& call, const Row& row, Query& query) {
-    const int64_t cached = row.after.length;
+    const int64_t cached = row.before.length;
     query.last = (call.k ? cached : cached - row.count) + query.token;
     query.first = call.window_left < 0 ? 0 : std::max<int64_t>(0, query.last - call.window_left);
 }
@@ -50,7 +50,7 @@ void load_fresh(const TensorStore& store, const View& view, const Row& row, int 
 
 void load_key_or_value(const TensorStore& store, const View& fresh, const Row& row, int head,
                        int64_t position, double* x) {
-    const int64_t cached = row.after.length;
+    const int64_t cached = row.before.length;
     if (position >= cached) return load_fresh(store, fresh, row, head, position - cached, x);
     float narrow[kMaxDim];
     stored_row(store, row, head, position, narrow);

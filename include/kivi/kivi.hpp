@@ -520,7 +520,7 @@ class Cache {
         check(kivi_flush_residual(get(), layer, &raw, stream));
     }
 
-    // Bytes that suffice for any attend of at most `rows` rows with at most `max_count` queries each.
+    // Bytes that suffice for any attend or step of at most `rows` rows with at most `max_count` queries each.
     size_t attend_workspace(int32_t rows, int32_t max_count, int32_t layer = -1) const {
         size_t bytes = 0;
         check(kivi_attend_workspace(get(), layer, rows, max_count, &bytes));
@@ -538,6 +538,18 @@ class Cache {
     void attend(int32_t layer, const Batch& batch, const ConstTensor& q, const Tensor& out, Workspace& workspace,
                 kivi_stream stream = nullptr) const {
         attend(layer, batch, q, out, workspace, static_cast<const kivi_attend_params*>(nullptr), stream);
+    }
+
+    // Attends with the new tokens k and v, shaped as in append, and appends them: one call, whole or not at all.
+    // params without fresh ones of their own.
+    void step(int32_t layer, const Batch& batch, const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
+              const Tensor& out, Workspace& workspace, const AttendParams& params, kivi_stream stream = nullptr) {
+        const kivi_attend_params raw = params.get();
+        step(layer, batch, q, k, v, out, workspace, &raw, stream);
+    }
+    void step(int32_t layer, const Batch& batch, const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
+              const Tensor& out, Workspace& workspace, kivi_stream stream = nullptr) {
+        step(layer, batch, q, k, v, out, workspace, static_cast<const kivi_attend_params*>(nullptr), stream);
     }
 
     // Tokens begin .. end - 1 as attend reads them: k [tokens, kv_heads, key_dim], v likewise; either may
@@ -589,6 +601,12 @@ class Cache {
         const kivi_batch raw = batch.get();
         check(kivi_attend(get(), layer, &raw, q.get(), out.get(), params, workspace.data(), workspace.size(),
                           stream));
+    }
+    void step(int32_t layer, const Batch& batch, const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
+              const Tensor& out, Workspace& workspace, const kivi_attend_params* params, kivi_stream stream) {
+        const kivi_batch raw = batch.get();
+        check(kivi_step(get(), layer, &raw, q.get(), k.get(), v.get(), out.get(), params, workspace.data(),
+                        workspace.size(), stream));
     }
 
     struct Destroy {

@@ -258,6 +258,10 @@ kivi_status (*lock_kivi_attend)(const kivi_cache* cache, int32_t layer, const ki
                                 const kivi_tensor* q, const kivi_tensor* out,
                                 const kivi_attend_params* params, void* workspace, size_t workspace_bytes,
                                 kivi_stream stream) = kivi_attend;
+kivi_status (*lock_kivi_step)(kivi_cache* cache, int32_t layer, const kivi_batch* batch, const kivi_tensor* q,
+                              const kivi_tensor* k, const kivi_tensor* v, const kivi_tensor* out,
+                              const kivi_attend_params* params, void* workspace, size_t workspace_bytes,
+                              kivi_stream stream) = kivi_step;
 kivi_status (*lock_kivi_attend_workspace)(const kivi_cache* cache, int32_t layer, int32_t rows,
                                           int32_t max_count, size_t* bytes) = kivi_attend_workspace;
 kivi_status (*lock_kivi_merge)(int32_t parts, const kivi_tensor* outs, const kivi_tensor* lses,

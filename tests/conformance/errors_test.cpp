@@ -27,6 +27,7 @@ TEST_CASE("TEST 32: empty caches, empty appends, double destroy and NULL handles
         const Batch batch({{0, 1}});
         CHECK(kivi_append(handle, 0, batch, t, t, nullptr) == expected);
         CHECK(kivi_attend(handle, 0, batch, t, t, nullptr, nullptr, 0, nullptr) == expected);
+        CHECK(kivi_step(handle, 0, batch, t, t, t, t, nullptr, nullptr, 0, nullptr) == expected);
         CHECK(kivi_flush_residual(handle, 0, batch, nullptr) == expected);
         CHECK(kivi_cache_reset(handle, nullptr) == expected);
         CHECK(kivi_sequence_reset(handle, 0, nullptr) == expected);

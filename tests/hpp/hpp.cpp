@@ -171,6 +171,38 @@ TEST_CASE("append, flush, attend with LSE, dequantize, reset") {
     CHECK(cache.statistics().blocks_used > 0);
 }
 
+TEST_CASE("step is attend with fresh keys and values, then append") {
+    kivi::Cache one(small_config()), two(small_config());
+    kivi::Batch row(1, 1);
+    const std::initializer_list<int64_t> heads{1, 1, kQHeads, kDim}, kv_heads{1, 1, kKvHeads, kDim};
+    kivi::Workspace workspace = one.workspace(1, 1);
+    std::vector<float> stepped(kQHeads * kDim), attended(stepped.size()), lse_one(kQHeads), lse_two(kQHeads);
+    for (unsigned i = 0; i < 5; ++i) {
+        const auto q = normal(kQHeads * kDim, i), k = normal(kKvHeads * kDim, 10 + i), v = normal(k.size(), 20 + i);
+        for (int layer = 0; layer < 2; ++layer) {
+            const kivi::ConstTensor q_view(q, heads), k_view(k, kv_heads), v_view(v, kv_heads);
+            const kivi::Tensor lse_view(lse_one, {1, 1, kQHeads});
+            if (i % 2 == 0) {
+                one.step(layer, row, q_view, k_view, v_view, {stepped, heads}, workspace);
+                two.attend(layer, row, q_view, {attended, heads}, workspace, kivi::AttendParams().fresh(k_view, v_view));
+            } else {
+                one.step(layer, row, q_view, k_view, v_view, {stepped, heads}, workspace,
+                         kivi::AttendParams().scale(0.25f).lse(lse_view));
+                two.attend(layer, row, q_view, {attended, heads}, workspace,
+                           kivi::AttendParams().scale(0.25f).fresh(k_view, v_view).lse({lse_two, {1, 1, kQHeads}}));
+            }
+            two.append(layer, row, k_view, v_view);
+            CHECK(stepped == attended);
+            CHECK(lse_one == lse_two);
+            CHECK(status_of([&] {
+                      one.step(layer, row, q_view, k_view, v_view, {stepped, heads}, workspace,
+                               kivi::AttendParams().fresh(k_view, v_view));
+                  }) == KIVI_ERROR_INVALID_ARGUMENT);
+        }
+    }
+    CHECK(one.export_sequence(0) == two.export_sequence(0));
+}
+
 TEST_CASE("buffers: a cache works on the library's own memory; they move and check their views") {
     kivi::Cache cache(small_config());
     const auto rows = normal(200 * kKvHeads * kDim, 9);

@@ -88,6 +88,17 @@ TEST_CASE("a failed call leaves a byte-identical state and its outputs alone") {
     const auto attend = [&](int layer, const kivi_batch* batch, const kivi_attend_params& p, size_t size) {
         return kivi_attend(cache, layer, batch, q, out, &p, workspace.data(), size, nullptr);
     };
+    const Tensor many_q(KIVI_F32, {300, 4, 64}, random.normals(300 * 4 * 64)), many_out(KIVI_F32, {300, 4, 64}),
+        many_lse(KIVI_F32, {300, 4});
+    size_t needed = 0;
+    REQUIRE(kivi_attend_workspace(cache, -1, 2, 300, &needed) == KIVI_OK);
+    const Workspace roomy(needed);
+    kivi_attend_params many = params, many_half = half;
+    many.lse = many_half.lse = many_lse;
+    const auto step = [&](int layer, const kivi_batch* batch, const kivi_attend_params& p, size_t size,
+                          kivi_stream on = nullptr) {
+        return kivi_step(cache, layer, batch, many_q, many_k, many_v, many_out, &p, roomy.data(), size, on);
+    };
     const auto changed = [&](const Tensor& from, const std::function<void(kivi_tensor&)>& change) {
         kivi_tensor tensor = *static_cast<const kivi_tensor*>(from);
         change(tensor);
@@ -138,6 +149,19 @@ TEST_CASE("a failed call leaves a byte-identical state and its outputs alone") {
              return kivi_attend(cache, 0, one, q, &flat, &params, workspace.data(), workspace.size(),
                                 nullptr);
          }},
+        {"step of a full sequence", KIVI_ERROR_CAPACITY, [&] { return step(0, long_row, many, needed); }},
+        {"step, the second row full", KIVI_ERROR_CAPACITY, [&] { return step(0, mixed, many, needed); }},
+        {"step past the pool", KIVI_ERROR_CAPACITY, [&] { return step(1, full_pool, many, needed); }},
+        {"step without workspace", KIVI_ERROR_BUFFER_TOO_SMALL, [&] { return step(0, one, many, 0); }},
+        {"step with keys in the params", kInvalid, [&] { return step(0, one, many_half, needed); }},
+        {"step twice of one", kInvalid, [&] { return step(0, two, many, needed); }},
+        {"step of no layer", kInvalid, [&] { return step(2, one, many, needed); }},
+        {"step of no sequence", kInvalid, [&] { return step(0, far, many, needed); }},
+        {"step of NULL", kInvalid,
+         [&] {
+             return kivi_step(cache, 0, one, many_q, nullptr, many_v, many_out, &many, roomy.data(), needed, nullptr);
+         }},
+        {"step on a stream", kInvalid, [&] { return step(0, one, many, needed, stream); }},
         {"reset of no sequence", kInvalid, [&] { return kivi_sequence_reset(cache, 3, nullptr); }},
         {"reset on a stream", kInvalid, [&] { return kivi_cache_reset(cache, stream); }},
         {"reserve of less than nothing", kInvalid, [&] { return kivi_reserve(cache, -1, nullptr); }},
@@ -192,6 +216,8 @@ TEST_CASE("a failed call leaves a byte-identical state and its outputs alone") {
     }
     CHECK(out.untouched());
     CHECK(lse.untouched());
+    CHECK(many_out.untouched());
+    CHECK(many_lse.untouched());
     CHECK(buffer == Bytes(sequence.size(), 0xA5));
     CHECK(written == 7);
     CHECK(bytes == 7);

@@ -145,6 +145,14 @@ void Cache::flush(int32_t sequence, int index) const {
 void Cache::reset() const { require_ok(kivi_cache_reset(cache_, nullptr)); }
 
 Answer Cache::attend(const Rows& rows, const Floats& q, const Ask& ask, int index) const {
+    return answer(rows, q, ask, index, false);
+}
+
+Answer Cache::step(const Rows& rows, const Floats& q, const Ask& ask, int index) const {
+    return answer(rows, q, ask, index, true);
+}
+
+Answer Cache::answer(const Rows& rows, const Floats& q, const Ask& ask, int index, bool step) const {
     const kivi_layer& shape = layer(index);
     const int64_t count = tokens_in(rows);
     const Tensor queries(ask.q_dtype, {count, shape.q_heads, shape.key_dim}, q);
@@ -161,7 +169,7 @@ Answer Cache::attend(const Rows& rows, const Floats& q, const Ask& ask, int inde
     params.window_left = ask.window_left;
     params.lse = lse;
     params.flags = ask.flags;
-    if (!ask.fresh_k.empty()) {
+    if (!step && !ask.fresh_k.empty()) {
         params.k = k;
         params.v = v;
     }
@@ -178,7 +186,9 @@ Answer Cache::attend(const Rows& rows, const Floats& q, const Ask& ask, int inde
     size_t bytes = 0;
     require_ok(kivi_attend_workspace(cache_, index, int32_t(rows.size()), most, &bytes));
     const Workspace workspace(bytes);
-    require_ok(kivi_attend(cache_, index, Batch(rows, offsets), queries, out, &params, workspace.data(), bytes, nullptr));
+    const Batch batch(rows, offsets);
+    require_ok(step ? kivi_step(cache_, index, batch, queries, k, v, out, &params, workspace.data(), bytes, nullptr)
+                    : kivi_attend(cache_, index, batch, queries, out, &params, workspace.data(), bytes, nullptr));
     CHECK(out.marks_intact());
     CHECK(lse.marks_intact());
     CHECK(workspace.marks_intact());

@@ -103,6 +103,8 @@ class Cache {
     void reset() const;
 
     Answer attend(const Rows& rows, const Floats& q, const Ask& ask = {}, int layer = 0) const;
+    // kivi_step, with the fresh keys and values of `ask`.
+    Answer step(const Rows& rows, const Floats& q, const Ask& ask, int layer = 0) const;
     Tokens dequantize(int32_t sequence = 0, int layer = 0, uint64_t flags = 0) const;
     Tokens dequantize(int32_t sequence, int layer, int64_t begin, int64_t end, uint64_t flags) const;
 
@@ -114,6 +116,8 @@ class Cache {
     Bytes moments_blob(int layer = 0) const;
 
   private:
+    Answer answer(const Rows& rows, const Floats& q, const Ask& ask, int layer, bool step) const;
+
     kivi_config config_;
     std::vector<kivi_layer> layers_;
     kivi_cache* cache_ = nullptr;

@@ -1,4 +1,4 @@
-// Append, flush and attend allocate nothing; memory is reported before and after create by the formula.
+// Append, flush, attend and step allocate nothing; memory is reported before and after create by the formula.
 // [MEMORY-1]
 #include "cache_support.h"
 
@@ -58,10 +58,12 @@ TEST_CASE("a decode loop across flushes allocates nothing, whatever the preset a
             allocations = 0;
             counting = true;
             failures += kivi_append(cache, 0, &first, &prompt, &prompt, nullptr) != KIVI_OK;
-            for (int step = 0; step < 300; step++) {
+            for (int step = 0; step < 230; step++) {
                 failures += kivi_append(cache, 0, &one, &token, &token, nullptr) != KIVI_OK;
                 failures += kivi_attend(cache, 0, &three, &queries, &result, nullptr, workspace.data(), bytes,
                                         nullptr) != KIVI_OK;
+                failures += kivi_step(cache, 0, &one, &queries, &token, &token, &result, nullptr, workspace.data(),
+                                      bytes, nullptr) != KIVI_OK;
             }
             if (config.schedule == KIVI_SCHEDULE_ROLLING) {
                 failures += kivi_flush_residual(cache, 0, &one, nullptr) != KIVI_OK;

@@ -37,7 +37,7 @@
  *              KIVI_ERROR_STATE and does nothing.
  *              [FORK-1] The child of a fork() has caches of the CPU of its own, without their threads; one
  *              that another thread was changing meanwhile answers KIVI_ERROR_STATE there until it is destroyed.
- *   Hot path   append, flush and attend never allocate, never wait for the device and read no device
+ *   Hot path   append, flush, attend and step never allocate, never wait for the device and read no device
  *              memory on the host. [HOT-1]
  *
  * Shapes are written [rows, tokens, heads, dim]; sizes and strides count elements, memory counts bytes.
@@ -464,7 +464,20 @@ KIVI_API kivi_status kivi_attend(const kivi_cache *cache, int32_t layer, const k
                                  const kivi_attend_params *params, void *workspace, size_t workspace_bytes,
                                  kivi_stream stream);
 
-/* Bytes that suffice for any attend on `layer` (-1: any layer) of at most `rows` rows with at most
+/* One step of a layer: the batch's queries attend to the cache and to the new tokens k and v, which are then
+ * appended. [STEP-1] out, LSE and all that the cache then holds are bit for bit those of kivi_attend with
+ * params->k = k and params->v = v followed by kivi_append, both of this batch; but as one call: what either
+ * would refuse is refused before anything is done. params->k and params->v must be NULL; params NULL:
+ * defaults. workspace as for kivi_attend. Any number of tokens a row.
+ * On CUDA one launch does both where the layer has the fast kernel, each row brings one token, rounding is
+ * nearest and KIVI_ATTEND_INVARIANT is not asked for, so that keeping a token costs next to nothing beside
+ * reading the cache. Elsewhere it makes the launches of both calls; on the CPU it is a convenience. */
+KIVI_API kivi_status kivi_step(kivi_cache *cache, int32_t layer, const kivi_batch *batch,
+                               const kivi_tensor *q, const kivi_tensor *k, const kivi_tensor *v,
+                               const kivi_tensor *out, const kivi_attend_params *params, void *workspace,
+                               size_t workspace_bytes, kivi_stream stream);
+
+/* Bytes that suffice for any attend or step on `layer` (-1: any layer) of at most `rows` rows with at most
  * `max_count` queries each, at any length the cache can hold. Memory of the cache's device; calls that follow
  * each other can share it. On CUDA it grows with rows, queries and capacity: from a few MB to 100 MB or so. */
 KIVI_API kivi_status kivi_attend_workspace(const kivi_cache *cache, int32_t layer, int32_t rows,

@@ -791,7 +791,23 @@ extern "C" {
     ) -> kivi_status;
 }
 extern "C" {
-    #[doc = "```text\nBytes that suffice for any attend on `layer` (-1: any layer) of at most `rows` rows with at most\n`max_count` queries each, at any length the cache can hold. Memory of the cache's device; calls that follow\neach other can share it. On CUDA it grows with rows, queries and capacity: from a few MB to 100 MB or so.\n```"]
+    #[doc = "```text\nOne step of a layer: the batch's queries attend to the cache and to the new tokens k and v, which are then\nappended. [STEP-1] out, LSE and all that the cache then holds are bit for bit those of kivi_attend with\nparams->k = k and params->v = v followed by kivi_append, both of this batch; but as one call: what either\nwould refuse is refused before anything is done. params->k and params->v must be NULL; params NULL:\ndefaults. workspace as for kivi_attend. Any number of tokens a row.\nOn CUDA one launch does both where the layer has the fast kernel, each row brings one token, rounding is\nnearest and KIVI_ATTEND_INVARIANT is not asked for, so that keeping a token costs next to nothing beside\nreading the cache. Elsewhere it makes the launches of both calls; on the CPU it is a convenience.\n```"]
+    pub fn kivi_step(
+        cache: *mut kivi_cache,
+        layer: i32,
+        batch: *const kivi_batch,
+        q: *const kivi_tensor,
+        k: *const kivi_tensor,
+        v: *const kivi_tensor,
+        out: *const kivi_tensor,
+        params: *const kivi_attend_params,
+        workspace: *mut ::core::ffi::c_void,
+        workspace_bytes: usize,
+        stream: kivi_stream,
+    ) -> kivi_status;
+}
+extern "C" {
+    #[doc = "```text\nBytes that suffice for any attend or step on `layer` (-1: any layer) of at most `rows` rows with at most\n`max_count` queries each, at any length the cache can hold. Memory of the cache's device; calls that follow\neach other can share it. On CUDA it grows with rows, queries and capacity: from a few MB to 100 MB or so.\n```"]
     pub fn kivi_attend_workspace(
         cache: *const kivi_cache,
         layer: i32,
