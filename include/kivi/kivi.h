@@ -11,8 +11,7 @@
  *   config.max_sequences = 4; config.max_tokens = 32768;
  *   kivi_cache_create(&config, &cache);
  *   for each token, for each layer:
- *     kivi_append(cache, layer, &batch, &k, &v, stream);
- *     kivi_attend(cache, layer, &batch, &q, &out, NULL, workspace, bytes, stream);
+ *     kivi_step(cache, layer, &batch, &q, &k, &v, &out, NULL, workspace, bytes, stream);
  *   kivi_cache_destroy(cache);
  *
  * Rules that hold for every call, unless its own text says otherwise

@@ -130,8 +130,11 @@ TEST_CASE("[THREAD-1] conflicting use of one cache is refused and changes nothin
     std::atomic<bool> stop{false};
     std::atomic<int> refused{0}, unexpected{0};
 
-    // One thread attends without a pause, the other appends prompts and resets.
-    kivi::Workspace workspace = cache.workspace(1, 1);
+    // One thread attends without a pause, the other appends prompts, by turns with and without attention, and resets.
+    kivi::Workspace workspace = cache.workspace(1, 1), own = cache.workspace(1, kPrompt);
+    const auto q = normal(static_cast<size_t>(kPrompt) * kQHeads * kDim, 2);
+    const std::vector<float> untouched(q.size(), 7.0f);
+    std::vector<float> out;
     std::thread reader([&] {
         while (!stop) {
             try {
@@ -144,15 +147,21 @@ TEST_CASE("[THREAD-1] conflicting use of one cache is refused and changes nothin
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
     int prompts = 0;
     while (refused < 3 && std::chrono::steady_clock::now() < deadline) {
+        out = untouched;
         try {
             if (prompts * kPrompt == kTokens) {
                 cache.reset();
                 prompts = 0;
             }
-            cache.append(0, kivi::Batch(1, kPrompt), prompt, prompt);
+            if (prompts % 2 == 0) {
+                cache.step(0, kivi::Batch(1, kPrompt), {q, {1, kPrompt, kQHeads, kDim}}, prompt, prompt,
+                           {out, {1, kPrompt, kQHeads, kDim}}, own);
+            } else {
+                cache.append(0, kivi::Batch(1, kPrompt), prompt, prompt);
+            }
             ++prompts;
         } catch (const kivi::Error& error) {
-            error.status() == KIVI_ERROR_STATE ? ++refused : ++unexpected;
+            error.status() == KIVI_ERROR_STATE && out == untouched ? ++refused : ++unexpected;
         }
     }
     stop = true;

@@ -1,4 +1,4 @@
-/* A decode loop over libkivi: create a cache, then append and attend for every token and layer. */
+/* A decode loop over libkivi: create a cache, then one step for every token and layer. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -54,8 +54,7 @@ int main(void) {
             project(q, Q_HEADS * HEAD_DIM);
             project(k, KV_HEADS * HEAD_DIM);
             project(v, KV_HEADS * HEAD_DIM);
-            check(kivi_append(cache, layer, &batch, &k_view, &v_view, NULL));
-            check(kivi_attend(cache, layer, &batch, &q_view, &out_view, NULL, workspace, bytes, NULL));
+            check(kivi_step(cache, layer, &batch, &q_view, &k_view, &v_view, &out_view, NULL, workspace, bytes, NULL));
         }
     }
 

@@ -26,11 +26,9 @@ int main() try {
     std::vector<float> k(total * kv_heads * dim), v(k), q(total * q_heads * dim), out(q);
     for (int layer = 0; layer < layers; ++layer) {
         project(q), project(k), project(v);
-        const kivi::ConstTensor k_view(k, {total, kv_heads, dim}), v_view(v, {total, kv_heads, dim});
-        kivi::AttendParams exact;  // the prompt attends to its own keys before they are packed
-        exact.fresh(k_view, v_view);
-        cache.attend(layer, prompts, {q, {total, q_heads, dim}}, {out, {total, q_heads, dim}}, workspace, exact);
-        cache.append(layer, prompts, k_view, v_view);
+        // The prompt attends to its own keys before they are packed.
+        cache.step(layer, prompts, {q, {total, q_heads, dim}}, {k, {total, kv_heads, dim}}, {v, {total, kv_heads, dim}},
+                   {out, {total, q_heads, dim}}, workspace);
     }
 
     // The steps: one token of each sequence.
@@ -39,8 +37,8 @@ int main() try {
     for (int token = 0; token < steps; ++token)
         for (int layer = 0; layer < layers; ++layer) {
             project(q), project(k), project(v);
-            cache.append(layer, step, {k, {2, 1, kv_heads, dim}}, {v, {2, 1, kv_heads, dim}});
-            cache.attend(layer, step, {q, {2, 1, q_heads, dim}}, {out, {2, 1, q_heads, dim}}, workspace);
+            cache.step(layer, step, {q, {2, 1, q_heads, dim}}, {k, {2, 1, kv_heads, dim}}, {v, {2, 1, kv_heads, dim}},
+                       {out, {2, 1, q_heads, dim}}, workspace);
         }
 
     const kivi_statistics statistics = cache.statistics();

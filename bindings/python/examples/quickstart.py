@@ -15,12 +15,11 @@ with kivi.Cache("k3v2", **shape, max_tokens=4096, device=device) as cache:
     for layer in range(layers):
         cache.append(layer, *prompt)
 
-    for step in range(3):  # decode: one new token a step, attention over everything so far
+    for step in range(3):  # decode: one new token a step, attention over everything up to it
         for layer in range(layers):
             k, v = rng.standard_normal((2, 1, kv_heads, dim)).astype(np.float16)
             q = rng.standard_normal((1, q_heads, dim)).astype(np.float32)
-            cache.append(layer, k, v)
-            out = cache.attend(layer, q)  # [1, q_heads, dim]
+            out = cache.step(layer, q, k, v)  # [1, q_heads, dim]
 
     tokens, held = cache.length(0, 0).length, cache.statistics().live_bytes
     print(f"{tokens} tokens: {held} bytes, {2 * 2 * layers * tokens * kv_heads * dim / held:.1f} times less than float16")

@@ -76,6 +76,39 @@ def test_fresh_keys_and_values_are_read_exactly(cache, rng):
     assert cache.length(0, 0).length == 200
 
 
+@pytest.mark.parametrize("preset", [preset.name for preset in kivi.presets()])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_step_is_attend_with_fresh_keys_and_values_and_then_append(small, rng, preset, dtype):
+    with kivi.Cache(preset, **small) as one, kivi.Cache(preset, **small) as two:
+        for layer, step in itertools.product((0, 1), range(8)):
+            counts = [step % 3, 90 if step == 2 else 1]
+            q = rng.standard_normal((2, max(counts), 4, 64)).astype(DTYPES[dtype])
+            k, v = rng.standard_normal((2, 2, max(counts), 2, 64)).astype(DTYPES[dtype])
+            lse_one, lse_two = numpy.zeros((2, 2, max(counts), 4), numpy.float32)
+            options = dict(counts=counts, scale=0.2, soft_cap=9.0, window_left=60, invariant=step > 4,
+                           learned_sinks=numpy.float32([1, 2, 3, 4]) if step % 2 else None)
+            out = one.step(layer, q, k, v, lse=lse_one, **options)
+            expected = two.attend(layer, q, k=k, v=v, lse=lse_two, **options)
+            two.append(layer, k, v, counts=counts)
+            assert out.dtype == q.dtype
+            numpy.testing.assert_array_equal(out.astype(numpy.float32), expected.astype(numpy.float32))
+            numpy.testing.assert_array_equal(lse_one, lse_two)
+        for sequence in (0, 1):
+            assert one.export_sequence(sequence) == two.export_sequence(sequence)
+
+
+def test_step_writes_to_out_and_works_in_the_workspace_that_it_is_given(cache, rng):
+    q, k = rng.standard_normal((1, 4, 64)), rng.standard_normal((1, 2, 64))
+    q, k = q.astype(numpy.float32), k.astype(numpy.float32)
+    out = numpy.full_like(q, numpy.nan)
+    workspace = numpy.zeros(cache.attend_workspace(0, 1, 1), numpy.uint8)
+    assert cache.step(0, q, k, k, out, sequences=[1], workspace=workspace) is out
+    assert error(out, numpy.repeat(k, 2, axis=1)) < 1e-6  # one token sees itself
+    assert (cache.length(0, 0).length, cache.length(0, 1).length) == (0, 1)
+    with pytest.raises(kivi.BufferTooSmallError):
+        cache.step(0, q, k, k, out, workspace=workspace[:-1])
+
+
 def test_ragged_rows_by_counts_and_by_offsets(small, rng):
     with kivi.Cache("k3v2", **small) as by_rows, kivi.Cache("k3v2", **small) as by_offsets:
         k, v = rng.standard_normal((2, 2, 150, 2, 64)).astype(numpy.float16)

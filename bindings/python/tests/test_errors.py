@@ -57,6 +57,17 @@ def test_capacity_changes_nothing(cache):
     assert cache.length(0, 0).length == 1000
 
 
+def test_a_refused_step_neither_attends_nor_appends(cache):
+    cache.append(0, tokens(1000), tokens(1000))
+    q = numpy.ones((25, 4, 64), numpy.float16)
+    out = numpy.full_like(q, 7)
+    with pytest.raises(kivi.CapacityError):
+        cache.step(0, q, tokens(25), tokens(25), out)
+    with pytest.raises(kivi.InvalidArgumentError, match="k is NULL"):
+        cache.step(0, q[:1], None, tokens(1), out[:1])
+    assert (out == 7).all() and cache.length(0, 0).length == 1000
+
+
 def test_unsupported_is_refused_at_create(small):
     bad = kivi.Spec(bits=4, axis="token", group=32, rounding="query_aware")
     with pytest.raises(kivi.Error) as caught:

@@ -78,7 +78,8 @@ def test_fault_110_close_twice_and_use_after_it(small):
     k = numpy.ones((1, 2, 64), numpy.float16)
     q = numpy.ones((1, 4, 64), numpy.float16)
     calls = [
-        lambda: cache.append(0, k, k), lambda: cache.attend(0, q), lambda: cache.flush_residual(), cache.reset,
+        lambda: cache.append(0, k, k), lambda: cache.attend(0, q), lambda: cache.step(0, q, k, k),
+        lambda: cache.flush_residual(), cache.reset,
         lambda: cache.sequence_reset(0), lambda: cache.reserve(1), lambda: cache.length(0, 0), cache.statistics,
         cache.memory, lambda: cache.dequantize(0, 0), lambda: cache.export_sequence(0),
         lambda: cache.import_sequence(0, b""), lambda: cache.moments_accumulate(0, q),

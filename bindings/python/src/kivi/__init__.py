@@ -7,6 +7,10 @@
 >>> cache.append(0, k, v)
 >>> cache.attend(0, q).shape
 (1, 1, 4, 64)
+>>> cache.step(0, q, k[:, :1], v[:, :1]).shape         # of a new token: attend with it and append it, in one call
+(1, 1, 4, 64)
+>>> cache.length(layer=0, sequence=0).length
+11
 >>> cache.close()
 
 Arrays are numpy arrays (float32, float16, bfloat16 of ml_dtypes) or anything with __dlpack__, read and

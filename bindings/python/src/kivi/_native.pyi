@@ -189,6 +189,26 @@ class Cache:
         workspace: Optional[Array] = None,
         stream: Optional[int] = None,
     ) -> Any: ...
+    def step(
+        self,
+        layer: int,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Optional[Array] = None,
+        *,
+        sequences: Optional[Integers] = None,
+        counts: Optional[Integers] = None,
+        offsets: Optional[Integers] = None,
+        scale: float = 0.0,
+        soft_cap: float = 0.0,
+        window_left: int = -1,
+        learned_sinks: Optional[Array] = None,
+        lse: Optional[Array] = None,
+        invariant: bool = False,
+        workspace: Optional[Array] = None,
+        stream: Optional[int] = None,
+    ) -> Any: ...
     def attend_workspace(self, layer: int, rows: int, max_count: int) -> int: ...
     def reset(self, *, stream: Optional[int] = None) -> None: ...
     def sequence_reset(self, sequence: int, *, stream: Optional[int] = None) -> None: ...

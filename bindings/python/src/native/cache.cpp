@@ -165,6 +165,22 @@ py::object Cache::attend(int32_t layer, py::object q, py::object out, py::object
                          py::object offsets, float scale, float soft_cap, int64_t window_left, py::object k,
                          py::object v, py::object learned_sinks, py::object lse, bool invariant,
                          py::object workspace, py::object stream) {
+    return answer(false, layer, q, k, v, std::move(out), sequences, counts, offsets, scale, soft_cap, window_left,
+                  learned_sinks, lse, invariant, workspace, stream);
+}
+
+py::object Cache::step(int32_t layer, py::object q, py::object k, py::object v, py::object out,
+                       py::object sequences, py::object counts, py::object offsets, float scale, float soft_cap,
+                       int64_t window_left, py::object learned_sinks, py::object lse, bool invariant,
+                       py::object workspace, py::object stream) {
+    return answer(true, layer, q, k, v, std::move(out), sequences, counts, offsets, scale, soft_cap, window_left,
+                  learned_sinks, lse, invariant, workspace, stream);
+}
+
+py::object Cache::answer(bool step, int32_t layer, py::handle q, py::handle k, py::handle v, py::object out,
+                         py::handle sequences, py::handle counts, py::handle offsets, float scale,
+                         float soft_cap, int64_t window_left, py::handle learned_sinks, py::handle lse,
+                         bool invariant, py::handle workspace, py::handle stream) {
     const kivi_layer& shape = layer_shape(layer);
     Staging staging = staging_on(stream);
     const Tensor queries("q", q, Access::read, staging);
@@ -176,8 +192,8 @@ py::object Cache::attend(int32_t layer, py::object q, py::object out, py::object
         out = zeros_like(q, sizes);
     }
     const Tensor result("out", out, Access::write, staging);
-    const OptionalTensor fresh_keys("k", k, Access::read, staging);
-    const OptionalTensor fresh_values("v", v, Access::read, staging);
+    const OptionalTensor keys("k", k, Access::read, staging);
+    const OptionalTensor values("v", v, Access::read, staging);
     const OptionalTensor log_sum("lse", lse, Access::write, staging);
     const OptionalFloats sinks("learned_sinks", learned_sinks, shape.q_heads, staging);
 
@@ -186,16 +202,20 @@ py::object Cache::attend(int32_t layer, py::object q, py::object out, py::object
     params.scale = scale;
     params.soft_cap = soft_cap;
     params.window_left = window_left;
-    params.k = fresh_keys.get();
-    params.v = fresh_values.get();
+    if (!step) {
+        params.k = keys.get();
+        params.v = values.get();
+    }
     params.learned_sinks = sinks.get();
     params.lse = log_sum.get();
     params.flags = invariant ? KIVI_ATTEND_INVARIANT : 0;
 
-    const auto attend_with = [&](void* memory, size_t bytes) {
+    const auto answer_with = [&](void* memory, size_t bytes) {
         run(staging, [&](kivi_cache* cache) {
-            return kivi_attend(cache, layer, batch.get(), queries.get(), result.get(), &params, memory, bytes,
-                               staging.stream());
+            return step ? kivi_step(cache, layer, batch.get(), queries.get(), keys.get(), values.get(), result.get(),
+                                    &params, memory, bytes, staging.stream())
+                        : kivi_attend(cache, layer, batch.get(), queries.get(), result.get(), &params, memory, bytes,
+                                      staging.stream());
         });
     };
     if (!workspace.is_none()) {
@@ -203,11 +223,11 @@ py::object Cache::attend(int32_t layer, py::object q, py::object out, py::object
         if (!memory.contiguous()) {
             raise(KIVI_ERROR_INVALID_ARGUMENT, "workspace: must be contiguous");
         }
-        attend_with(memory.data, static_cast<size_t>(memory.size() * memory.element_bytes));
+        answer_with(memory.data, static_cast<size_t>(memory.size() * memory.element_bytes));
     } else {
         const Workspaces::Lease memory(workspaces_, handle(), device_, device_id_, staging.stream(), batch.rows(),
                                        batch.max_count());
-        attend_with(memory.memory(), memory.bytes());
+        answer_with(memory.memory(), memory.bytes());
     }
     return out;
 }

@@ -71,6 +71,10 @@ class Cache {
                       py::object offsets, float scale, float soft_cap, int64_t window_left, py::object k,
                       py::object v, py::object learned_sinks, py::object lse, bool invariant,
                       py::object workspace, py::object stream);
+    py::object step(int32_t layer, py::object q, py::object k, py::object v, py::object out, py::object sequences,
+                    py::object counts, py::object offsets, float scale, float soft_cap, int64_t window_left,
+                    py::object learned_sinks, py::object lse, bool invariant, py::object workspace,
+                    py::object stream);
     size_t attend_workspace(int32_t layer, int32_t rows, int32_t max_count);
 
     void reset(py::object stream);
@@ -102,6 +106,11 @@ class Cache {
     // Likewise, between the copies of host arrays to and from the cache's device.
     template <class Call>
     void run(Staging& staging, Call&& call);
+    // attend, or step: k and v are fresh ones to read, or new ones to keep.
+    py::object answer(bool step, int32_t layer, py::handle q, py::handle k, py::handle v, py::object out,
+                      py::handle sequences, py::handle counts, py::handle offsets, float scale, float soft_cap,
+                      int64_t window_left, py::handle learned_sinks, py::handle lse, bool invariant,
+                      py::handle workspace, py::handle stream);
     Staging staging_on(py::handle stream);
     kivi_cache* handle() const;
     const kivi_layer& layer_shape(int32_t layer) const;

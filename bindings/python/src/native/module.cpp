@@ -182,8 +182,21 @@ lse: out, float32 [rows, tokens, q_heads] or [tokens, q_heads]: natural log of t
 invariant: bits of the result do not depend on batch, threads or capacity; always so on the CPU.
 workspace: scratch memory of at least attend_workspace() bytes, on the cache's device. None: the cache keeps its own.
 stream: a cudaStream_t as an integer for a cache on a GPU; None on the CPU.)")
+        .def("step", &Cache::step, "layer"_a, "q"_a, "k"_a, "v"_a, "out"_a = none, py::kw_only(),
+             "sequences"_a = none, "counts"_a = none, "offsets"_a = none, "scale"_a = 0.0f, "soft_cap"_a = 0.0f,
+             "window_left"_a = -1, "learned_sinks"_a = none, "lse"_a = none, "invariant"_a = false,
+             "workspace"_a = none, "stream"_a = none, R"(
+One step of a layer: attend with the new keys and values k and v, then append of them, as one call. Returns out.
+
+The results are those of the two calls, but on a GPU one launch does both for a token a row, so that keeping it costs
+next to nothing; and a step that is refused, as with CapacityError, has neither attended nor appended. Like append
+it needs the cache to itself.
+
+q, out: as in attend.
+k, v: as in append, as many tokens a row as queries; attended to exactly as they are given.
+All else: as in attend.)")
         .def("attend_workspace", &Cache::attend_workspace, "layer"_a, "rows"_a, "max_count"_a, R"(
-Bytes that suffice for any attend on `layer` (-1: any layer) of at most `rows` rows with at most
+Bytes that suffice for any attend or step on `layer` (-1: any layer) of at most `rows` rows with at most
 `max_count` queries each.)")
         .def("reset", &Cache::reset, py::kw_only(), "stream"_a = none,
              "Empties every sequence; committed moments stay.")

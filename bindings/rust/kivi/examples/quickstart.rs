@@ -24,9 +24,9 @@ fn main() -> kivi::Result<()> {
     let (k, v, q, mut out) = (numbers(2 * 64)?, numbers(2 * 64)?, numbers(8 * 64)?, numbers(8 * 64)?);
     let step = Batch::first(1, 1);
     for _ in 0..10 {
-        cache.append(0, &step, &k.view(&[1, 1, 2, 64])?, &v.view(&[1, 1, 2, 64])?)?;
+        let (k, v) = (k.view(&[1, 1, 2, 64])?, v.view(&[1, 1, 2, 64])?);
         let (q, mut out) = (q.view(&[1, 1, 8, 64])?, out.view_mut(&[1, 1, 8, 64])?);
-        cache.attend(0, &step, &q, &mut out, Attend::new(), &mut workspace)?;
+        cache.step(0, &step, &q, &k, &v, &mut out, Attend::new(), &mut workspace)?;
     }
 
     let (length, first) = (cache.length(0, 0)?, out.to_vec()?[0]);

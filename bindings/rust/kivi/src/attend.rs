@@ -9,7 +9,8 @@ use crate::error::{Error, Result};
 use crate::sys;
 use crate::tensor::{TensorMut, TensorRef};
 
-/// The parameters of [`Cache::attend`](crate::Cache::attend); [`new`](Attend::new) gives the defaults.
+/// The parameters of [`Cache::attend`](crate::Cache::attend) and [`Cache::step`](crate::Cache::step);
+/// [`new`](Attend::new) gives the defaults.
 ///
 /// ```
 /// use kivi::{Attend, TensorMut};
@@ -139,7 +140,7 @@ impl Logits<'_> {
     }
 }
 
-/// The memory that an attend works in, made by [`Cache::workspace`](crate::Cache::workspace). One serves any
+/// The memory that an attend or a step works in, made by [`Cache::workspace`](crate::Cache::workspace). One serves any
 /// number of calls one after the other; calls that run together need one each.
 #[derive(Debug)]
 pub struct Workspace {

@@ -189,7 +189,7 @@ impl Cache {
         check(unsafe { sys::kivi_flush_residual(self.exclusive(), layer_or_all(layer), &batch, NO_STREAM) })
     }
 
-    /// A workspace for any attend on `layer` (`None`: on any layer) of at most `rows` rows with at most
+    /// A workspace for any attend or step on `layer` (`None`: on any layer) of at most `rows` rows with at most
     /// `max_count` queries each, at any length.
     pub fn workspace(&self, layer: Option<i32>, rows: i32, max_count: i32) -> Result<Workspace> {
         let mut bytes = 0usize;
@@ -225,6 +225,45 @@ impl Cache {
                 layer,
                 &batch,
                 q.as_raw(),
+                out.as_raw(),
+                &params,
+                workspace.as_mut_ptr(),
+                workspace.bytes(),
+                NO_STREAM,
+            )
+        })
+    }
+
+    /// One step of a layer: attends to everything stored and to the new tokens `k` and `v`, exactly as they are
+    /// given, then appends them. One call that happens whole or not at all; on a GPU one launch where a row brings
+    /// one token.
+    ///
+    /// `q` and `out` as in [`attend`](Cache::attend), `k` and `v` as in [`append`](Cache::append); `params`
+    /// without [`fresh`](Attend::fresh) tokens.
+    #[allow(clippy::too_many_arguments)] // as the C call has them
+    #[inline]
+    pub fn step(
+        &mut self,
+        layer: i32,
+        batch: &Batch<'_>,
+        q: &TensorRef<'_>,
+        k: &TensorRef<'_>,
+        v: &TensorRef<'_>,
+        out: &mut TensorMut<'_>,
+        params: Attend<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<()> {
+        let batch = batch.to_raw();
+        let params = params.to_raw(q)?;
+        // SAFETY: a live handle, ours alone; else as in attend.
+        check(unsafe {
+            sys::kivi_step(
+                self.exclusive(),
+                layer,
+                &batch,
+                q.as_raw(),
+                k.as_raw(),
+                v.as_raw(),
                 out.as_raw(),
                 &params,
                 workspace.as_mut_ptr(),

@@ -3,9 +3,10 @@
 //! behaviour.
 //!
 //! A [`Cache`] holds all layers of a model and many sequences. [`Cache::append`] stores keys and values,
-//! [`Cache::attend`] computes attention over all that is stored. Tensors are borrowed views ([`TensorRef`],
-//! [`TensorMut`]) over slices of the caller, or over a [`Buffer`] on the CPU or a GPU. Which tokens of which
-//! sequence a call is about is said by a [`Batch`], how keys and values are stored by a [`Config`].
+//! [`Cache::attend`] computes attention over all that is stored, [`Cache::step`] does both for the tokens of a
+//! decode step. Tensors are borrowed views ([`TensorRef`], [`TensorMut`]) over slices of the caller, or over a
+//! [`Buffer`] on the CPU or a GPU. Which tokens of which sequence a call is about is said by a [`Batch`], how keys
+//! and values are stored by a [`Config`].
 //!
 //! ```
 //! use kivi::{Attend, Batch, Cache, Config, Heads, TensorMut, TensorRef};

@@ -282,6 +282,45 @@ fn fresh_tokens_are_seen_exactly() {
 }
 
 #[test]
+fn a_step_is_attend_with_fresh_tokens_and_then_append() {
+    for preset in kivi::presets().unwrap() {
+        let mut random = Random::new(10);
+        let mut one = Cache::new(&config(&preset.name, HEADS, 2, 600)).unwrap();
+        let mut two = Cache::new(&config(&preset.name, HEADS, 2, 600)).unwrap();
+        for c in [100, 1, 1, 3, 60, 1, 200, 1] {
+            let (k, v, q) = (
+                random.normals(2 * c * 2 * 64),
+                random.normals(2 * c * 2 * 64),
+                random.normals(2 * c * 6 * 64),
+            );
+            let (k, v) =
+                (TensorRef::new(&k, &[2, c, 2, 64]).unwrap(), TensorRef::new(&v, &[2, c, 2, 64]).unwrap());
+            let q = TensorRef::new(&q, &[2, c, 6, 64]).unwrap();
+            let batch = Batch::first(2, c as i32);
+            let mut workspace = one.workspace(None, 2, c as i32).unwrap();
+            let (mut out, mut lse) =
+                ([vec![0.0f32; 2 * c * 6 * 64], vec![0.0f32; 2 * c * 6 * 64]], [[0.0f32; 2400]; 2]);
+            for (i, cache) in [&mut one, &mut two].into_iter().enumerate() {
+                let mut out = TensorMut::new(&mut out[i], &[2, c, 6, 64]).unwrap();
+                let mut lse = TensorMut::new(&mut lse[i][..2 * c * 6], &[2, c, 6]).unwrap();
+                let params = Attend::new().scale(0.2).lse(&mut lse);
+                if i == 0 {
+                    cache.step(0, &batch, &q, &k, &v, &mut out, params, &mut workspace).unwrap();
+                } else {
+                    cache.attend(0, &batch, &q, &mut out, params.fresh(&k, &v), &mut workspace).unwrap();
+                    cache.append(0, &batch, &k, &v).unwrap();
+                }
+            }
+            assert_eq!(out[0], out[1]);
+            assert_eq!(lse[0], lse[1]);
+        }
+        for sequence in [0, 1] {
+            assert_eq!(one.export_sequence(sequence).unwrap(), two.export_sequence(sequence).unwrap());
+        }
+    }
+}
+
+#[test]
 fn merged_parts_equal_the_whole() {
     let mut random = Random::new(9);
     let mut cache = Cache::new(&config("f16", HEADS, 3, 400)).unwrap();

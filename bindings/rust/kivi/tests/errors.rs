@@ -95,6 +95,27 @@ fn learned_sinks_are_as_many_as_query_heads() {
 }
 
 #[test]
+fn a_refused_step_neither_attends_nor_appends() {
+    let mut cache = filled("k3v2", 200);
+    let before = state(&cache);
+    let (q, kv) = (vec![0.5f32; 900 * 6 * 64], vec![0.5f32; 900 * 2 * 64]);
+    let mut out = vec![5.0f32; 900 * 6 * 64];
+    let mut workspace = cache.workspace(None, 1, 900).unwrap();
+    let (q, kv) =
+        (TensorRef::new(&q, &[1, 900, 6, 64]).unwrap(), TensorRef::new(&kv, &[1, 900, 2, 64]).unwrap());
+    for (count, params, kind) in [
+        (900, Attend::new(), ErrorKind::Capacity),
+        (1, Attend::new().fresh(&kv, &kv), ErrorKind::InvalidArgument),
+    ] {
+        let mut out = TensorMut::new(&mut out, &[1, 900, 6, 64]).unwrap();
+        let batch = Batch::first(1, count);
+        assert_kind(cache.step(0, &batch, &q, &kv, &kv, &mut out, params, &mut workspace), kind);
+        assert_eq!(state(&cache), before);
+    }
+    assert!(out.iter().all(|&x| x == 5.0));
+}
+
+#[test]
 fn unsupported() {
     let mut cache = filled("kivi2-paper", 200);
     let before = state(&cache);

@@ -32,7 +32,7 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 #[test]
-fn append_and_attend_allocate_nothing() {
+fn append_attend_and_step_allocate_nothing() {
     let mut cache = Cache::new(&config("k3v2", HEADS, 2, 600)).unwrap();
     let mut workspace = cache.workspace(None, 2, 1).unwrap();
     let mut random = Random::new(1);
@@ -56,9 +56,12 @@ fn append_and_attend_allocate_nothing() {
                 &mut workspace,
             )
             .unwrap();
+        let q = TensorRef::new(&q, &[2, 1, 6, 64]).unwrap();
+        let mut out = TensorMut::new(&mut out, &[2, 1, 6, 64]).unwrap();
+        cache.step(0, &batch, &q, &kv, &kv, &mut out, Attend::new(), &mut workspace).unwrap();
     }
     assert_eq!(ALLOCATIONS.get() - before, 0);
     drop(std::hint::black_box(vec![0u8; 100]));
     assert_eq!(ALLOCATIONS.get() - before, 1, "the counter counts");
-    assert_eq!(cache.length(0, 0).unwrap().length, 300);
+    assert_eq!(cache.length(0, 0).unwrap().length, 600);
 }
