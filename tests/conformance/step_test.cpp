@@ -136,6 +136,24 @@ TEST_CASE("[STEP-1] head dim 128, GQA 1, 4 and 8, bf16 windows") {
     }
 }
 
+TEST_CASE("[STEP-1] sequences so long that attend cuts them, on both sides of where a part is added") {
+    kivi_config with = preset("k3v2", {1, 4, 128, 128});
+    with.max_sequences = 2;
+    with.max_tokens = 4500;
+    for (const Manner& manner : manners(with)) {
+        Random random(12);
+        const Twins twins(with);
+        twins.append(0, random_tokens(random, with.layer, 2230), 2230);  // 2048 of them packed
+        twins.append(1, random_tokens(random, with.layer, 4280), 4280);  // and 4096
+        for (int step = 0; step < 80; ++step) {
+            CAPTURE(step);
+            twins.step({{0, 1}, {1, 1}}, random, ask_of(manner));
+        }
+        twins.step({{1, 3}}, random, ask_of(manner));
+        twins.check_alike();
+    }
+}
+
 TEST_CASE("[STEP-1] any spec, window type, schedule, batch and question") {
     const kivi_spec keys[] = {channel(2, 32), rotated(channel(3, 64)), token(4, 32), ratio(channel(2, 32), 0.9f),
                               wide(channel(8, 32)), full(), rotated(full())};
