@@ -45,16 +45,19 @@ bool is_quick(const Shape& shape) { return shape.kv_heads == 8 && (shape.batch =
 struct Case {
     const char* name;
     int key_bits, value_bits, group, dim;
-    bool rotated;      // values
+    bool rotated_values;
     int sink, recent;  // 0: no windows
     int query_tokens;
-    bool bf16 = false;
+    bool bf16 = false, rotated_keys = false;
 };
 const Case kCases[] = {
     {"2/2 g32", 2, 2, 32, 128, false, 0, 0, 1},     {"2/2 g64", 2, 2, 64, 128, false, 0, 0, 1},
     {"2/2 g128", 2, 2, 128, 128, false, 0, 0, 1},   {"3/2 g64 hadamard", 3, 2, 64, 128, true, 0, 0, 1},
     {"3/2 g64", 3, 2, 64, 128, false, 0, 0, 1},     {"4/2 g32", 4, 2, 32, 128, false, 0, 0, 1},
     {"4/2 g64", 4, 2, 64, 128, false, 0, 0, 1},     {"4/4 g32", 4, 4, 32, 128, false, 0, 0, 1},
+    {"2/2 g32 hadamard V", 2, 2, 32, 128, true, 0, 0, 1},
+    {"2/2 g32 hadamard K", 2, 2, 32, 128, false, 0, 0, 1, false, true},
+    {"2/2 g32 hadamard K, V", 2, 2, 32, 128, true, 0, 0, 1, false, true},
     {"2/2 g32 32+128", 2, 2, 32, 128, false, 32, 128, 1}, {"2/2 g32 2 tokens", 2, 2, 32, 128, false, 0, 0, 2},
     {"2/2 g32 4 tokens", 2, 2, 32, 128, false, 0, 0, 4},  {"2/2 g32 bf16", 2, 2, 32, 128, false, 0, 0, 1, true},
     {"2/2 g32 dim 64", 2, 2, 32, 64, false, 0, 0, 1},     {"2/2 g32 dim 256", 2, 2, 32, 256, false, 0, 0, 1},
@@ -85,7 +88,8 @@ Storage storage_of(const Case& c) {
     s.name = c.name;
     s.k.bits = c.key_bits, s.k.axis = KIVI_AXIS_CHANNEL, s.k.group = c.group;
     s.v.bits = c.value_bits, s.v.axis = KIVI_AXIS_TOKEN, s.v.group = c.group;
-    s.v.transform = c.rotated ? KIVI_TRANSFORM_HADAMARD : KIVI_TRANSFORM_NONE;
+    s.k.transform = c.rotated_keys ? KIVI_TRANSFORM_HADAMARD : KIVI_TRANSFORM_NONE;
+    s.v.transform = c.rotated_values ? KIVI_TRANSFORM_HADAMARD : KIVI_TRANSFORM_NONE;
     s.sink = c.sink, s.recent = c.recent, s.flush = std::max(c.group, 32);
     s.beside = true;
     s.dim = c.dim;
@@ -265,7 +269,7 @@ void print_line(const Bench& bench, const char* suite, const Storage& s, const S
                 suite, bench.table.c_str(), shape.batch, shape.q_heads, shape.kv_heads, s.dim, shape.tokens, s.query_tokens,
                 s.dtype == KIVI_BF16 ? "bf16" : "f16",
                 s.name.c_str(), s.k.bits, s.v.bits, s.k.group, bench.device.threads, bench.device.capability,
-                s.v.transform == KIVI_TRANSFORM_HADAMARD ? "true" : "false",
+                s.k.transform == KIVI_TRANSFORM_HADAMARD || s.v.transform == KIVI_TRANSFORM_HADAMARD ? "true" : "false",
                 s.k.rounding == KIVI_ROUND_QUERY_AWARE ? "true" : "false", path, us, bytes, gbps, gbps / bench.copy_gbps);
     if (attend_share != 0) std::printf(", \"attend\": %.4f", attend_share);
     std::printf("}}\n");
