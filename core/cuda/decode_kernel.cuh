@@ -247,27 +247,32 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         }
     }
 
-    // The last to arrive merges over blocks.
+    // The last to arrive merges over blocks. Tickets are trips to the L2: a warp takes those of its rows at once, one a
+    // lane. A block shares its first and its last segment at most.
     if (sharing == 0) return;
     const unsigned first = piece.partition.owner(mine.begin), last = piece.partition.owner(mine.last);  // blocks
+    const int task = worker + lane * C::kWarps;
+    const bool of_last = task >= rows;
+    const int row = of_last ? task - rows : task, speaker = of_last ? 31 - __clz(sharing) : __ffs(sharing) - 1;
+    const int its_segment = __shfl_sync(kAll, mine.segment, speaker);
+    const unsigned its_first = __shfl_sync(kAll, first, speaker), its_last = __shfl_sync(kAll, last, speaker);
+    unsigned long long* const ticket = p.tickets + its_first * C::kRows + row;
+    bool is_complete = false;
+    __syncwarp();  // all lanes have left their shares
+    if (task < __popc(sharing) * rows) is_complete = take_tickets(ticket, 1) == its_last - its_first;
     __syncwarp();
 #pragma unroll 1
-    for (int task = worker; task < __popc(sharing) * rows; task += C::kWarps) {
-        const int number = p.query_rows.quotient(task), row = task - number * rows, speaker = speaker_of(number);
-        const int its_segment = __shfl_sync(kAll, mine.segment, speaker);
-        const unsigned its_first = __shfl_sync(kAll, first, speaker), its_last = __shfl_sync(kAll, last, speaker);
-        unsigned long long* const ticket = p.tickets + its_first * C::kRows + row;
-        unsigned before = 0;
-        if (lane == 0) before = take_tickets(ticket, 1);
-        __syncwarp();
-        if (__shfl_sync(kAll, before, 0) != its_last - its_first) continue;
-        const float* parts = part_of<C>(p, its_first, false, row);
+    for (unsigned left = __ballot_sync(kAll, is_complete); left != 0; left &= left - 1) {
+        const int taker = __ffs(left) - 1, taken_row = __shfl_sync(kAll, row, taker);
+        const int taken_segment = __shfl_sync(kAll, its_segment, taker);
+        const unsigned begin = __shfl_sync(kAll, its_first, taker), end = __shfl_sync(kAll, its_last, taker);
+        const float* parts = part_of<C>(p, begin, false, taken_row);
         asm volatile("" : "+l"(parts));  // (or every address is worked out from the beginning)
-        const Row<C> r = merge_parts<C>(its_last - its_first, lane, [&](unsigned block) {
+        const Row<C> r = merge_parts<C>(end - begin, lane, [&](unsigned block) {
             return parts + (block == 0 ? 1 : 2 * block) * C::kPartialFloats;
         });
-        if (lane == 0) *ticket = kFresh;
-        write_row<C>(p, shared.rows[row_of(its_segment)], head_of(its_segment), row, lane, r);
+        if (lane == taker) *ticket = kFresh;
+        write_row<C>(p, shared.rows[row_of(taken_segment)], head_of(taken_segment), taken_row, lane, r);
     }
 #endif
 }

@@ -50,7 +50,11 @@ __device__ __forceinline__ Row<C> merge_warps(const DecodeArgs& p, const SharedS
     };
     float2 mine = make_float2(-INFINITY, 0.0f);
     if (lane < count) mine = exponent_of<C>(part(lane));
-    if (lane == count && spill != nullptr) mine = exponent_of<C>(spill);
+    Part<C> spilled;  // asked for with its exponent: a trip to the L2
+    if (spill != nullptr) {
+        if (lane == count) mine = exponent_of<C>(spill);
+        spilled.load(spill, lane);
+    }
     Row<C> r;
     const float weight = r.weigh(mine);
     constexpr int kAtOnce = C::kWarps / 2;
@@ -67,11 +71,7 @@ __device__ __forceinline__ Row<C> merge_warps(const DecodeArgs& p, const SharedS
             r.add(begin + i < count ? its : 0.0f, v[i].value);
         }
     }
-    if (spill != nullptr) {
-        Part<C> v;
-        v.load(spill, lane);
-        r.add(__shfl_sync(kAll, weight, count), v.value);
-    }
+    if (spill != nullptr) r.add(__shfl_sync(kAll, weight, count), spilled.value);
     return r;
 }
 

@@ -41,8 +41,7 @@ __device__ __forceinline__ void butterfly(float4& a, float4& b) {
     butterfly(a.w, b.w);
 }
 __device__ __forceinline__ float across(float x, int step, int lane) {
-    const float other = __shfl_xor_sync(kAll, x, step);
-    return (lane & step) != 0 ? other - x : x + other;
+    return fmaf(x, (lane & step) != 0 ? -1.0f : 1.0f, __shfl_xor_sync(kAll, x, step));
 }
 __device__ __forceinline__ void across(float4& x, int step, int lane) {
     x.x = across(x.x, step, lane);
