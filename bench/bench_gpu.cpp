@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -474,15 +475,16 @@ void measure_step(const Bench& bench, const Storage& s, int batch_size) {
     print_line(bench, "step", s, {batch_size, 4 * kHeads, kHeads, 1}, us, 4.0 * count, cache.pack_path());
 }
 
-// What an append adds to the attend behind it: replays of a graph of 128 appends and attends or some more, against those
-// before and after of a graph of the attends alone. Layers rotate out of the L2; their lengths are spread over the
-// flush unit, so that every replay has its share of flushes.
+// What appending adds to an attend: replays of a graph of 128 appends and attends or some more, and of one of as many
+// calls of kivi_step, against those before and after of a graph of the attends alone. Of kivi_step also what it adds to an
+// attend that is given the same keys and values. Layers rotate out of the L2; their lengths are spread over the flush unit,
+// so that every replay has its share of flushes.
 void measure_step_beside(const Bench& bench, const Storage& s, const Shape& shape) {
     constexpr int kRounds = 9;
     const double bits = (s.k.bits + s.v.bits) / 2.0 + (s.k.bits == 16 ? 0 : 32.0 / s.k.group);
     const double bytes = 2.0 * shape.batch * shape.kv_heads * s.dim * shape.tokens * bits / 8;
     const int layers = std::max(2, static_cast<int>(kRotation / bytes) + 1), turns = (kSteps + layers - 1) / layers;
-    const int most = shape.tokens + s.flush + kRounds * turns;
+    const int most = shape.tokens + s.flush + 3 * (kRounds + 1) * turns;
     const Cache cache(s, shape.q_heads, shape.kv_heads, shape.batch, most, layers);
     for (int32_t id = 0; id < shape.batch; ++id) ok(kivi_sequence_reserve(cache, id, most, bench.stream), "reserve");
 
@@ -507,24 +509,42 @@ void measure_step_beside(const Bench& bench, const Storage& s, const Shape& shap
     const kivi_tensor input = tensor(tokens.data(), {shape.batch, 1, shape.kv_heads, s.dim}, false);
     const kivi_tensor q = tensor(queries.data(), {shape.batch, 1, shape.q_heads, s.dim}, false);
     const kivi_tensor to = tensor(out.data(), {shape.batch, 1, shape.q_heads, s.dim}, false);
-    const auto steps = [&](bool appends) {
-        for (int i = 0; i < turns * layers; ++i) {
-            if (appends) ok(kivi_append(cache, i % layers, &batch, &input, &input, bench.stream), "append");
-            ok(kivi_attend(cache, i % layers, &batch, &q, &to, nullptr, workspace.data(), workspace_bytes, bench.stream), "attend");
-        }
+    kivi_attend_params fresh;
+    ok(kivi_attend_params_init(&fresh, sizeof fresh), "params");
+    fresh.k = fresh.v = &input;
+    const auto append = [&](int layer) { ok(kivi_append(cache, layer, &batch, &input, &input, bench.stream), "append"); };
+    const auto attend = [&](int layer, const kivi_attend_params* params) {
+        ok(kivi_attend(cache, layer, &batch, &q, &to, params, workspace.data(), workspace_bytes, bench.stream), "attend");
+    };
+    const auto step = [&](int layer) {
+        ok(kivi_step(cache, layer, &batch, &q, &input, &input, &to, nullptr, workspace.data(), workspace_bytes, bench.stream),
+           "step");
     };
     ok(cudaDeviceSynchronize(), "append");
-    const Graph both(bench.stream, [&] { steps(true); }), attends(bench.stream, [&] { steps(false); });
+    const auto graph_of = [&](const auto& calls) {  // on one layer after the other
+        return std::make_unique<Graph>(bench.stream, [&] {
+            for (int i = 0; i < turns * layers; ++i) calls(i % layers);
+        });
+    };
+    const auto attends = graph_of([&](int layer) { attend(layer, nullptr); });
+    const auto attends_fresh = graph_of([&](int layer) { attend(layer, &fresh); });
+    const auto appends_and_attends = graph_of([&](int layer) { append(layer), attend(layer, nullptr); });
+    const auto steps = graph_of(step);
     const Timer timer(bench.stream);
-    timer.us(attends);
-    std::vector<double> alone{timer.us(attends)}, added;
-    for (int i = 0; i < kRounds; ++i) {
-        const double us = timer.us(both);
-        alone.push_back(timer.us(attends));
-        added.push_back(us - (alone[i] + alone[i + 1]) / 2);
-    }
-    const double us = median(added) / (turns * layers);
-    print_line(bench, "step beside attend", s, shape, us, 4.0 * row, cache.pack_path(), median(added) / median(alone));
+    const auto print_added = [&](const char* suite, const Graph& graph, const Graph& without) {
+        timer.us(graph), timer.us(without);
+        std::vector<double> alone{timer.us(without)}, added;
+        for (int i = 0; i < kRounds; ++i) {
+            const double us = timer.us(graph);
+            alone.push_back(timer.us(without));
+            added.push_back(us - (alone[i] + alone[i + 1]) / 2);
+        }
+        const double us = median(added) / (turns * layers);
+        print_line(bench, suite, s, shape, us, 4.0 * row, cache.pack_path(), median(added) / median(alone));
+    };
+    print_added("step beside attend", *appends_and_attends, *attends);
+    print_added("kivi_step beside attend", *steps, *attends);
+    print_added("kivi_step beside attend with its token", *steps, *attends_fresh);
 }
 
 void run_steps(const Bench& bench, bool quick) {

@@ -39,14 +39,19 @@ __device__ __forceinline__ RowArg row_of(const BatchArgs& batch, int r) {
     return row;
 }
 
-// The same of a call that moves sequences on: of a device batch's rows for one sequence all but the first are skipped.
+// Whether an earlier row with a count is of the same sequence as row `index` of a device batch.
+__device__ __forceinline__ bool stands_earlier(const BatchArrays& batch, int index, int32_t sequence) {
+    bool earlier = false;
+#pragma unroll 1
+    for (int i = 0; batch.sequences != nullptr && i < index; ++i) {
+        earlier = earlier || (batch.sequences[i] == sequence && count_at(batch, i) > 0);
+    }
+    return earlier;
+}
+// Row r of a call that moves sequences on: of a device batch's rows for one sequence all but the first are skipped.
 __device__ __forceinline__ RowArg moving_row_of(const BatchArgs& batch, int r) {
     RowArg row = row_of(batch, r);
-    if (!batch.on_device || batch.arrays.sequences == nullptr) return row;
-#pragma unroll 1
-    for (int i = 0; i < row.index; ++i) {
-        if (batch.arrays.sequences[i] == row.sequence && count_at(batch.arrays, i) > 0) row.count = 0;
-    }
+    if (batch.on_device && stands_earlier(batch.arrays, row.index, row.sequence)) row.count = 0;
     return row;
 }
 

@@ -239,32 +239,29 @@ class CudaBackend final : public Backend {
 
     void attend(const AttendCall& call) const override {
         const DeviceGuard guard(device_);
-        check_view("q", call.q);
-        check_view("out", call.out);
-        check_view("params.k", call.k);
-        check_view("params.v", call.v);
-        check_view("params.lse", call.lse);
-        if (call.learned_sinks != nullptr) check_device_pointer("params.learned_sinks", call.learned_sinks, device_);
-        if (call.workspace_bytes > 0) check_device_pointer("workspace", call.workspace, device_);
-        AttendArgs args;
-        args.layer = layers_[call.layer].args;
-        args.q = call.q;
-        args.out = call.out;
-        args.k = call.k;
-        args.v = call.v;
-        args.lse = call.lse;
-        args.scale = call.scale;
-        args.soft_cap = call.soft_cap;
-        args.window_left = call.window_left;
-        args.learned_sinks = call.learned_sinks;
-        args.workspace = static_cast<float*>(call.workspace);
-        args.invariant = (call.flags & KIVI_ATTEND_INVARIANT) != 0;
+        AttendArgs args = checked_args(call, "params.k", "params.v");
+        const LaunchPlace place = place_of(call.stream);
+        for_each_portion(call.rows, args.batch, [&] { launch_attend(call, args, place); });
+    }
+
+    void step(const AttendCall& call) override {
+        // Rows of one sequence (BATCH-2) must not come to stand in launches of their own.
+        if (call.rows.on_device != nullptr && call.rows.on_device->rows > kRowsAtOnce) return Backend::step(call);
+        const DeviceGuard guard(device_);
+        AttendArgs args = checked_args(call, "k", "v");
+        WriteArgs append;
+        append.layer = args.layer;
+        append.k = call.k;
+        append.v = call.v;
         const LaunchPlace place = place_of(call.stream);
         for_each_portion(call.rows, args.batch, [&] {
-            args.settled = order_.settled(call.layer, place);
-            const bool decoded = attend_call(args, layers_[call.layer].fast, gpu_, stream_of(call.stream));
-            check_launch("attend");
-            if (decoded) order_.gate(place);
+            args.keeps = decode_keeps(args);
+            launch_attend(call, args, place);
+            order_.change(call.layer, place);
+            if (args.keeps) return;
+            append.batch = args.batch;
+            write(append, gpu_.multiprocessors, stream_of(call.stream));
+            check_launch("append");
         });
     }
 
@@ -514,6 +511,38 @@ class CudaBackend final : public Backend {
 
     void check_view(const char* name, const View& view) const {
         if (view) check_device_pointer(name, view.data, device_);
+    }
+
+    // Of a call, but for its rows. k, v: what fresh keys and values are called.
+    AttendArgs checked_args(const AttendCall& call, const char* k, const char* v) const {
+        check_view("q", call.q);
+        check_view("out", call.out);
+        check_view(k, call.k);
+        check_view(v, call.v);
+        check_view("params.lse", call.lse);
+        if (call.learned_sinks != nullptr) check_device_pointer("params.learned_sinks", call.learned_sinks, device_);
+        if (call.workspace_bytes > 0) check_device_pointer("workspace", call.workspace, device_);
+        AttendArgs args;
+        args.layer = layers_[call.layer].args;
+        args.q = call.q;
+        args.out = call.out;
+        args.k = call.k;
+        args.v = call.v;
+        args.lse = call.lse;
+        args.scale = call.scale;
+        args.soft_cap = call.soft_cap;
+        args.window_left = call.window_left;
+        args.learned_sinks = call.learned_sinks;
+        args.workspace = static_cast<float*>(call.workspace);
+        args.invariant = (call.flags & KIVI_ATTEND_INVARIANT) != 0;
+        return args;
+    }
+    // A portion's launches.
+    void launch_attend(const AttendCall& call, AttendArgs& args, const LaunchPlace& place) const {
+        args.settled = order_.settled(call.layer, place);
+        const bool decoded = attend_call(args, layers_[call.layer].fast, gpu_, stream_of(call.stream));
+        check_launch("attend");
+        if (decoded) order_.gate(place);
     }
 
     // Fills `batch` with rows as many as one launch takes, and launches, until all are done.

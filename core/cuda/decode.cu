@@ -81,11 +81,11 @@ fast::DecodeArgs arguments(const AttendArgs& args, int32_t blocks) {
     p.window_left = static_cast<int32_t>(std::min<int64_t>(args.window_left, 1 << 30));
     p.unseen = p.tokens - 1;
     p.own = static_cast<bool>(args.k);
+    p.keeps = args.keeps;
+    if (p.keeps) p.layer = layer;
     if (p.own) {
-        p.own_keys = args.k.data;
-        p.own_values = args.v.data;
-        p.own_key_strides = strides_of(args.k);
-        p.own_value_strides = strides_of(args.v);
+        p.k = args.k;
+        p.v = args.v;
         p.unseen = 0;
         if (p.window_left >= 0) p.window_left -= p.tokens;
     }
@@ -111,8 +111,7 @@ fast::DecodeArgs arguments(const AttendArgs& args, int32_t blocks) {
     p.lse = static_cast<float*>(args.lse.data);
     p.lse_strides = strides_of(args.lse);
     p.invariant = args.invariant;
-    p.ragged = p.q_strides.ragged || p.out_strides.ragged || p.lse_strides.ragged || p.own_key_strides.ragged ||
-               p.own_value_strides.ragged;
+    p.ragged = p.q_strides.ragged || p.out_strides.ragged || p.lse_strides.ragged || p.k.ragged || p.v.ragged;
     for (int32_t i = 0; i < batch.size && !batch.on_device; ++i) {
         const RowArg& row = batch.rows[i];
         p.rows[i] = {row.count > 0 ? row.sequence : -1, row.index};
@@ -223,6 +222,12 @@ bool decode_takes(const AttendArgs& args) {
         if (row.count != batch.max_count || row.offset >= kEndOffset) return false;
     }
     return true;
+}
+
+bool decode_keeps(const AttendArgs& args) {
+    const Layer& layer = args.layer;
+    return args.k && !args.invariant && args.batch.max_count == 1 && layer.steps && layer.key.spec().bits != 16 &&
+           layer.key.windows.schedule == KIVI_SCHEDULE_ROLLING && layer.feedback.order == nullptr && decode_takes(args);
 }
 
 int32_t decode_max_count(const Layer& layer) {

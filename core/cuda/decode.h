@@ -15,6 +15,9 @@ const char* why_not_decode(const TensorStore& key, const TensorStore& value, int
 bool decode_reads(const AttendArgs& args);
 // Whether it takes the call: its rows have the same number of tokens, or none, and few enough.
 bool decode_takes(const AttendArgs& args);
+// Whether it also appends the call's keys and values (decode_keep.cuh): one token a row, rolling schedule, nearest
+// rounding. The layer must not be changed while the call is on its way, by other launches of the same call either.
+bool decode_keeps(const AttendArgs& args);
 // Tokens that a row can have at most.
 int32_t decode_max_count(const Layer& layer);
 

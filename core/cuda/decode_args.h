@@ -30,7 +30,7 @@ struct alignas(8) RowPlace {
     int32_t index;     // see BatchRow
 };
 
-struct DecodeArgs {
+struct DecodeCall {
     const Span* spans;     // [sequence]
     const int32_t* table;  // [sequence][table_stride]
     BatchArrays arrays;    // of device batches
@@ -46,7 +46,8 @@ struct DecodeArgs {
     bool on_device, ragged, rotated_keys, rotated_values;
     bool invariant;  // the line is cut into runs
     bool clustered;  // the launch has a cluster for each segment
-    bool own;        // keys and values come with the call
+    bool own;        // keys and values come with the call,
+    bool keeps;      // and are appended by it, one token a row (decode_keep.cuh)
     bool ahead;      // it begins with the cache before the kernels in front have ended
     const uint8_t* pages;
     const uint8_t *sink_keys, *sink_values, *tail_keys, *tail_values;
@@ -61,8 +62,10 @@ struct DecodeArgs {
     const float* learned_sinks;  // or NULL
     Strides out_strides, lse_strides;
     // Keys and values of the call, of the query tokens, as the caller has them, if there are any.
-    const void *own_keys, *own_values;
-    Strides own_key_strides, own_value_strides;
+    View k, v;
+};
+struct DecodeArgs : DecodeCall {
+    Layer layer;  // to which they are appended
     // Of host batches; offsets where tensors are ragged.
     RowPlace rows[kRowsAtOnce];
     int32_t offset[kRowsAtOnce];

@@ -81,7 +81,7 @@ __device__ __forceinline__ void merge_cluster(const DecodeArgs& p, SharedStorage
         const float weight = r.weigh(mine);
 #pragma unroll
         for (int block = 0; block < kClusterBlocks; ++block) r.add(__shfl_sync(kAll, weight, block), v[block]);
-        write_row<C>(p, shared.rows[row_of(segment)], head_of(segment), row, lane, r);
+        write_row<C>(p, shared, row_of(segment), head_of(segment), row, lane, r);
     }
     wait_for_cluster();
 }

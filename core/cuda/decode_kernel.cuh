@@ -16,6 +16,7 @@
 #include "cuda/decode_args.h"
 #include "cuda/decode_cluster.cuh"
 #include "cuda/decode_instructions.cuh"
+#include "cuda/decode_keep.cuh"
 #include "cuda/decode_line.cuh"
 #include "cuda/decode_merge.cuh"
 #include "cuda/decode_middle.cuh"
@@ -33,14 +34,9 @@
 
 namespace kivi::cuda::fast {
 
+// All of a block's work on the line.
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_constant__ DecodeArgs p) {
-#if defined(__CUDA_ARCH__) && KIVI_FRAGMENT_KERNELS
-    static_assert(sizeof(SharedStorage<C>) <= 227 * 1024, "shared memory of a block");
-    extern __shared__ __align__(128) uint8_t raw_shared[];
-    uint32_t base = shared_address(raw_shared);
-    asm volatile("" : "+r"(base));  // kept in a register: found anew in every turn of the loop, it takes its time there
-    SharedStorage<C>& shared = *static_cast<SharedStorage<C>*>(__cvta_shared_to_generic(base));
+__device__ __forceinline__ void attend_piece(const DecodeArgs& p, SharedStorage<C>& shared) {
     // Neighbouring slices go to warps of one scheduler: where slices are unequal (or empty), the four schedulers still
     // get equal shares.
     const int lane = threadIdx.x & 31, worker = threadIdx.x >> 5, warp = worker % 4 * (C::kWarps / 4) + worker / 4;
@@ -49,6 +45,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     const uint32_t full = shared_address(shared.full[warp]);
     if (lane == 0) {
         for (int i = 0; i < C::kStages; ++i) barrier_init(full + 8 * i);
+        if (can_keep<C>() && warp < C::kNewRows) barrier_init(shared_address(&shared.new_full[warp]));
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     if (lane < 2) shared.deposits[warp + 16 * lane].segment = -1;
@@ -66,6 +63,11 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         const BatchRow row = r < batch_rows ? read_row<C>(p, r) : BatchRow{};
         shared.rows[r] = row;
         place_row<C>(shared, worker, lane, row.weight * kv_heads);
+    } else if (p.own) {
+        if (worker == 2) copy_parameters<DecodeCall>(shared.call, p, lane);
+        if constexpr (C::kHoldsLayer) {
+            if (worker == 3) copy_parameters(shared.layers[0], p.layer, lane);
+        }
     }
     __syncthreads();
     // Every warp finds its own place on the line.
@@ -73,7 +75,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
     const unsigned slice_begin = block.begin + block.weight * warp / C::kWarps;
     const unsigned slice_end = block.begin + block.weight * (warp + 1) / C::kWarps;
     const bool works = slice_begin < slice_end;
-    if (threadIdx.x == 0) shared.block = block;
+    if (threadIdx.x == 0) shared.block = block, shared.next_new = 0;
     int first_segment = -1;
     Seen seen;
     RawQueries<C> queries;
@@ -91,13 +93,24 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         const Visit v = planned<C>(shared, warp, number);
         if (v.segment >= 0 && elected()) copy_visit<C>(shared, p, v, number, number > 0, warp);
     };
+    if (works && p.ahead) ask(0);
+    const uint8_t* new_row = nullptr;
+    if constexpr (can_keep<C>()) {
+        if (p.keeps) {
+            if (worker >= C::kWarps - 2) find_room<C>(shared, layer_of<C>(p, shared), C::kWarps - 1 - worker, lane);
+            if (warp < C::kNewRows) new_row = find_new_row<C>(shared, warp);
+        }
+    }
     if (p.ahead) {
-        if (works) ask(0);
         begin();
         if (works) queries = fetch_queries<C>(p, shared, first_segment, 0, lane);
-    } else if (works) {
-        ask(0);
     }
+    if (new_row != nullptr && elected()) {
+        const uint32_t bar = shared_address(&shared.new_full[warp]);
+        barrier_expect(bar, C::kRowBytes);
+        bulk_copy(shared_address(shared.new_rows[warp]), new_row, C::kRowBytes, bar);
+    }
+    if (works && !p.ahead) ask(0);
     if (works) {
         prepare_segment<C>(p, shared, queries, first_segment, warp, lane);
         if (lane == 0) {
@@ -117,11 +130,11 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
 #pragma unroll 1
         for (int head = 0; head < kv_heads; ++head) {
 #pragma unroll 1
-            for (int i = 0; i < rows; ++i) write_row<C>(p, row, head, i, lane, Row<C>{});
+            for (int i = 0; i < rows; ++i) write_row<C>(p, shared, r, head, i, lane, Row<C>{});
         }
     }
     __syncthreads();
-    if (shared.block.weight == 0 && shared.block.segment < 0) return;
+    if (shared.block.weight == 0 && shared.block.segment < 0 && !p.keeps) return;
     // All first visits before anyone's second: warps that get their first one late finish late.
     static_assert(C::kStages == 2, "a second visit");
     if (works) ask(1);
@@ -157,7 +170,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
                         Row<C> r;
                         const float weight = r.weigh(own_lane == 0 ? its : make_float2(-INFINITY, 0.0f));
                         r.add(__shfl_sync(kAll, weight, 0), v.value);
-                        write_row<C>(p, shared.rows[row_of(segment)], head_of(segment), row, own_lane, r);
+                        write_row<C>(p, shared, row_of(segment), head_of(segment), row, own_lane, r);
                     }
                     __syncwarp();
                 } else if (own_lane == 0) {
@@ -210,7 +223,13 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         }
     }
 
+    if constexpr (can_keep<C>()) {
+        if (p.keeps) keep_rows<C>(shared, layer_of<C>(p, shared), warp, lane);
+    }
     __syncthreads();
+    if constexpr (can_keep<C>()) {
+        if (p.keeps && worker == C::kWarps - 1) move_rows_on<C>(shared, layer_of<C>(p, shared), lane);
+    }
     if (p.invariant) {
         merge_runs<C>(p, shared, worker, lane);
         return;
@@ -243,7 +262,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
         if (sharing >> speaker & 1) {
             leave_part<C>(part_of<C>(p, blockIdx.x, beginning >> speaker & 1, row), lane, r);
         } else {
-            write_row<C>(p, shared.rows[row_of(its_segment)], head_of(its_segment), row, lane, r);
+            write_row<C>(p, shared, row_of(its_segment), head_of(its_segment), row, lane, r);
         }
     }
 
@@ -272,8 +291,19 @@ __global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_con
             return parts + (block == 0 ? 1 : 2 * block) * C::kPartialFloats;
         });
         if (lane == taker) *ticket = kFresh;
-        write_row<C>(p, shared.rows[row_of(taken_segment)], head_of(taken_segment), taken_row, lane, r);
+        write_row<C>(p, shared, row_of(taken_segment), head_of(taken_segment), taken_row, lane, r);
     }
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1) decode_kernel(const __grid_constant__ DecodeArgs p) {
+#if defined(__CUDA_ARCH__) && KIVI_FRAGMENT_KERNELS
+    static_assert(sizeof(SharedStorage<C>) <= 227 * 1024, "shared memory of a block");
+    extern __shared__ __align__(128) uint8_t raw_shared[];
+    uint32_t base = shared_address(raw_shared);
+    asm volatile("" : "+r"(base));  // kept in a register: found anew in every turn of the loop, it takes its time there
+    SharedStorage<C>& shared = *static_cast<SharedStorage<C>*>(__cvta_shared_to_generic(base));
+    attend_piece<C>(p, shared);
 #endif
 }
 

@@ -38,6 +38,7 @@ struct alignas(16) BatchRow {
     __device__ __forceinline__ int64_t origin(const Strides& strides) const {
         return strides.ragged ? offset * strides.token : index * strides.row;
     }
+    __device__ __forceinline__ int64_t origin(const View& view) const { return view.origin(index, offset); }
 };
 
 // The first position that query token 0 sees; the others see as many fewer.

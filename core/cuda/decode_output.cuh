@@ -8,6 +8,7 @@
 #include "cuda/decode_instructions.cuh"
 #include "cuda/decode_line.cuh"
 #include "cuda/decode_rows.cuh"
+#include "cuda/decode_shared.cuh"
 #include "cuda/decode_softmax.cuh"
 
 namespace kivi::cuda::fast {
@@ -40,11 +41,14 @@ struct Row {
         for (int step = 16; step > 0; step /= 2) more += __shfl_xor_sync(kAll, more, step);
         sum = fmaf(sum, old, more);
         reference = largest;
+        scale(old);
+        return weight;
+    }
+    __device__ __forceinline__ void scale(float by) {
 #pragma unroll
         for (int i = 0; i < C::kRowVectors; ++i) {
-            value[i] = make_float4(value[i].x * old, value[i].y * old, value[i].z * old, value[i].w * old);
+            value[i] = make_float4(value[i].x * by, value[i].y * by, value[i].z * by, value[i].w * by);
         }
-        return weight;
     }
 };
 
@@ -70,16 +74,12 @@ __device__ __forceinline__ void hadamard(float4 (&x)[C::kRowVectors], int lane) 
     if constexpr (C::kRowVectors == 2) butterfly(x[0], x[1]);
 }
 
-// A function of its own: it is called from several places, and instructions that run once come from far away.
+// A row's values times `norm` over its sum, and its LSE.
 template <class C>
-__device__ __noinline__ void finish_row(Row<C> r, bool rotated, float sink, uint16_t* out, float* lse, int lane) {
+__device__ __forceinline__ void put_row(const Row<C>& r, float norm, float sink, uint16_t* out, float* lse, int lane) {
     // The sink is one more term of the denominator.
     const float less = exp2_fast(fminf(r.reference - sink, 0.0f)), more = exp2_fast(fminf(sink - r.reference, 0.0f));
-    float factor = r.sum > 0.0f ? less / fmaf(r.sum, less, more) : 0.0f;
-    if (rotated) {
-        hadamard<C>(r.value, lane);
-        factor *= hadamard_norm<C>();
-    }
+    const float factor = r.sum > 0.0f ? less / fmaf(r.sum, less, more) * norm : 0.0f;
 #pragma unroll
     for (int i = 0; i < C::kRowVectors; ++i) {
         const float4& v = r.value[i];
@@ -91,56 +91,75 @@ __device__ __noinline__ void finish_row(Row<C> r, bool rotated, float sink, uint
     if (lane == 0 && lse != nullptr) *lse = (r.reference + log2f(r.sum)) * kLn2;
 }
 
-// The row with those of the call's keys and values that its query sees: more terms, whose scores are in the caller's
-// basis and whose values come into that of the others. A function of its own (as finish_row).
+// Functions of their own: they are called from several places, and instructions that run once come from far away.
 template <class C>
-__device__ __noinline__ Row<C> with_own_tokens(const DecodeArgs& p, const BatchRow& at, int head, int row, int lane,
-                                               Row<C> r) {
-    const auto channels = [&](const void* from, int64_t place, int i) {
-        const uint2 pairs = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(from) + place +
-                                                            lane_channel<C>(lane, i));
+__device__ __noinline__ void finish_row(Row<C> r, bool rotated, float sink, uint16_t* out, float* lse, int lane) {
+    if (rotated) hadamard<C>(r.value, lane);
+    put_row<C>(r, rotated ? hadamard_norm<C>() : 1.0f, sink, out, lse, lane);
+}
+// With those of the call's keys and values that the row's query sees: one term more each, in the caller's basis.
+template <class C>
+__device__ __noinline__ void finish_row_with_own(const SharedStorage<C>& shared, int batch_row, int head, int row,
+                                                 Row<C> r, int lane) {
+    using Channels = uint2[C::kRowVectors];  // four of each 128
+    const DecodeCall& call = shared.call;
+    const BatchRow& at = shared.rows[batch_row];
+    const auto load = [&](Channels& to, const void* data, int64_t place) {
+        const uint16_t* const from = static_cast<const uint16_t*>(data) + place;
+#pragma unroll
+        for (int i = 0; i < C::kRowVectors; ++i) {
+            to[i] = __ldcg(reinterpret_cast<const uint2*>(from + lane_channel<C>(lane, i)));
+        }
+    };
+    const auto floats = [](uint2 pairs) {
         const float2 low = from_pair<C::kBf16>(pairs.x), high = from_pair<C::kBf16>(pairs.y);
         return make_float4(low.x, low.y, high.x, high.y);
     };
-    const int64_t of_query = place_of_row(p, at, p.q_strides, head, row);
-    int64_t of_key = at.origin(p.own_key_strides) + head * p.own_key_strides.head;
-    int64_t of_value = at.origin(p.own_value_strides) + head * p.own_value_strides.head;
-    float4 q[C::kRowVectors];
-#pragma unroll
-    for (int i = 0; i < C::kRowVectors; ++i) q[i] = channels(p.q, of_query, i);
+    int64_t of_key = at.origin(call.k) + head * call.k.head_stride;
+    int64_t of_value = at.origin(call.v) + head * call.v.head_stride;
+    Channels q, k, v;
+    load(q, call.q, place_of_row(call, at, call.q_strides, head, row));
+    load(k, call.k.data, of_key);
+    load(v, call.v.data, of_value);
+    if (call.rotated_values) {
+        hadamard<C>(r.value, lane);
+        r.scale(hadamard_norm<C>());
+    }
 #pragma unroll 1
-    for (int token = query_token(p, row); token >= 0; --token) {  // so many tokens before the query's
-        float4 value[C::kRowVectors];
+    for (int token = query_token(call, row);; --token) {  // so many tokens before the query's
         float score = 0.0f;
+        float4 value[C::kRowVectors];
 #pragma unroll
         for (int i = 0; i < C::kRowVectors; ++i) {
-            const float4 k = channels(p.own_keys, of_key, i);
-            value[i] = channels(p.own_values, of_value, i);
-            score = fmaf(q[i].x, k.x, fmaf(q[i].y, k.y, fmaf(q[i].z, k.z, fmaf(q[i].w, k.w, score))));
+            const float4 x = floats(q[i]), y = floats(k[i]);
+            score = fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, fmaf(x.w, y.w, score))));
+            value[i] = floats(v[i]);
         }
 #pragma unroll
         for (int step = C::kDim / C::kRowVectors / 8; step > 0; step /= 2) score += __shfl_xor_sync(kAll, score, step);
-        score *= p.scale_log2;
-        score = fmaf(score, 0.0f, p.cap > 0.0f ? capped(p, score) : score);  // a non-finite key must not hide
-        if (p.rotated_values) {
-            hadamard<C>(value, lane);
-#pragma unroll
-            for (int i = 0; i < C::kRowVectors; ++i) {
-                constexpr float kNorm = hadamard_norm<C>();
-                value[i] = make_float4(value[i].x * kNorm, value[i].y * kNorm, value[i].z * kNorm, value[i].w * kNorm);
-            }
-        }
-        const float weight = r.weigh(lane == 0 ? make_float2(score, 1.0f) : make_float2(-INFINITY, 0.0f));
-        r.add(__shfl_sync(kAll, weight, 0), value);
-        of_key += p.own_key_strides.token, of_value += p.own_value_strides.token;
+        score *= call.scale_log2;
+        score = fmaf(score, 0.0f, call.cap > 0.0f ? capped(call, score) : score);  // a non-finite key must not hide
+        const float largest = fmaxf(r.reference, score);
+        const float old = exp2_fast(r.reference - largest), weight = exp2_fast(score - largest);
+        r.reference = largest;
+        r.sum = fmaf(r.sum, old, weight);
+        r.scale(old);
+        r.add(weight, value);
+        if (token == 0) break;
+        load(k, call.k.data, of_key += call.k.token_stride);
+        load(v, call.v.data, of_value += call.v.token_stride);
     }
-    return r;
+    const int query = query_head(call, head, row);
+    put_row<C>(r, 1.0f, call.learned_sinks != nullptr ? call.learned_sinks[query] * kLog2E : -INFINITY,
+               static_cast<uint16_t*>(call.out) + place_of_row(call, at, call.out_strides, head, row),
+               call.lse != nullptr ? call.lse + place_of_row(call, at, call.lse_strides, head, row) : nullptr, lane);
 }
 
 template <class C>
-__device__ __forceinline__ void write_row(const DecodeArgs& p, const BatchRow& at, int head, int row, int lane,
-                                          Row<C> r) {
-    if (p.own) r = with_own_tokens<C>(p, at, head, row, lane, r);
+__device__ __forceinline__ void write_row(const DecodeArgs& p, const SharedStorage<C>& shared, int batch_row, int head,
+                                          int row, int lane, const Row<C>& r) {
+    if (p.own) return finish_row_with_own<C>(shared, batch_row, head, row, r, lane);
+    const BatchRow& at = shared.rows[batch_row];
     const float sink = p.learned_sinks != nullptr ? p.learned_sinks[query_head(p, head, row)] * kLog2E : -INFINITY;
     finish_row<C>(r, p.rotated_values, sink,
                   static_cast<uint16_t*>(p.out) + place_of_row(p, at, p.out_strides, head, row),

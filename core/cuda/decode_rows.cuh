@@ -11,14 +11,14 @@
 namespace kivi::cuda::fast {
 
 // Query row `r` of a KV head is of this query token and query head.
-__device__ __forceinline__ int query_token(const DecodeArgs& p, int r) {
+__device__ __forceinline__ int query_token(const DecodeCall& p, int r) {
     return p.tokens == 1 ? 0 : p.group.quotient(r);
 }
-__device__ __forceinline__ int query_head(const DecodeArgs& p, int head, int r) {
+__device__ __forceinline__ int query_head(const DecodeCall& p, int head, int r) {
     return (head - query_token(p, r)) * static_cast<int>(p.group.by) + r;
 }
 // Where it lies: elements from the tensor's beginning.
-__device__ __forceinline__ int64_t place_of_row(const DecodeArgs& p, const BatchRow& row,
+__device__ __forceinline__ int64_t place_of_row(const DecodeCall& p, const BatchRow& row,
                                                 const Strides& strides, int head, int r) {
     return row.origin(strides) + query_token(p, r) * strides.token + query_head(p, head, r) * strides.head;
 }

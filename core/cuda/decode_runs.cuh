@@ -68,7 +68,7 @@ __device__ __noinline__ void merge_runs(const DecodeArgs& p, const SharedStorage
                 const Row<C> sum = merge_parts<C>(
                     count - 1, lane, [&](unsigned i) { return run_of<C>(p, first + i * stride, row); });
                 if (stride > 1 || runs <= kGroupRuns) {
-                    write_row<C>(p, shared.rows[r], head, row, lane, sum);
+                    write_row<C>(p, shared, r, head, row, lane, sum);
                     break;
                 }
                 leave_part<C>(run_of<C>(p, group, row), lane, sum);

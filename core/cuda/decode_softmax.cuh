@@ -167,7 +167,7 @@ __device__ __forceinline__ int open_tokens(const DecodeArgs& p, int info) {
 }
 
 // cap * tanh(score / cap). tanh(x) is 1 - 2 / (1 + e^2x).
-__device__ __forceinline__ float capped(const DecodeArgs& p, float score) {
+__device__ __forceinline__ float capped(const DecodeCall& p, float score) {
     return p.cap - 2.0f * p.cap * reciprocal(1.0f + exp2_fast(score * p.cap_rate));
 }
 // Scores relative to their references become capped, relative again.

@@ -170,6 +170,7 @@ struct AttendArgs {
     int64_t window_left = -1;
     const float* learned_sinks = nullptr;
     float* workspace = nullptr;
+    bool keeps = false;      // k and v are appended by the same kernel: where decode_keeps(*this)
     bool settled = false;    // no kernel in front changes the layer any more when this one starts (launch_order.h)
     bool invariant = false;  // KIVI_ATTEND_INVARIANT: rows of a batch that need different kernels have launches of their own
     BatchArgs batch;

@@ -65,24 +65,24 @@ struct alignas(16) CodeWords {
     }
 };
 
-// A key group whose first token is in block `block` of the page. row_at(t): its rows.
-template <class P, int BITS, int DIM, int GROUP, class RowAt>
+// A key group whose first token is in block `block` of the page. row_at(t): its rows, AT_ONCE of which are asked for
+// together: each time is a trip to the L2.
+template <class P, int BITS, int DIM, int GROUP, int AT_ONCE, class RowAt>
 __device__ __forceinline__ void pack_key_group(CodeWords<BITS, DIM>& words, const RowAt& row_at, uint8_t* part,
                                                int block) {
     constexpr FragmentSizes kSizes(key_spec<BITS, GROUP>(), DIM);
-    constexpr int kAtOnce = 4;
     const int lane = kivi::cuda::lane();
     uint8_t* const group = part + block / (GROUP / kBlockTokens) * kSizes.group_bytes();
 #pragma unroll 1
     for (int channel = 2 * lane; channel < DIM; channel += 2 * kWarp) {
         uint32_t least = load_word(row_at(0) + 2 * channel), most = least;
 #pragma unroll 1
-        for (int t = 0; t < GROUP; t += kAtOnce) {
-            uint32_t x[kAtOnce];
+        for (int t = 0; t < GROUP; t += AT_ONCE) {
+            uint32_t x[AT_ONCE];
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) x[i] = load_word(row_at(t + i) + 2 * channel);
+            for (int i = 0; i < AT_ONCE; ++i) x[i] = load_word(row_at(t + i) + 2 * channel);
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) least = P::least(least, x[i]), most = P::most(most, x[i]);
+            for (int i = 0; i < AT_ONCE; ++i) least = P::least(least, x[i]), most = P::most(most, x[i]);
         }
         const ParamPair params = params_of<P, BITS>(least, most);
         *reinterpret_cast<uint32_t*>(group + 2 * channel) = params.scales;
@@ -104,15 +104,16 @@ __device__ __forceinline__ void pack_key_group(CodeWords<BITS, DIM>& words, cons
             const int step = 2 * (channel / 32) + channel / 2 % 2, column = channel / 8 % 4,
                       word = 2 * (channel / 4 % 2);
 #pragma unroll 1
-            for (int t = 0; t < kBlockTokens; t += kAtOnce) {
-                uint32_t x[kAtOnce];
+            for (int t = 0; t < kBlockTokens; t += AT_ONCE) {
+                uint32_t x[AT_ONCE];
 #pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) x[i] = load_word(row_at(first + t + i) + 2 * channel);
+                for (int i = 0; i < AT_ONCE; ++i) x[i] = load_word(row_at(first + t + i) + 2 * channel);
 #pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) {
+                for (int i = 0; i < AT_ONCE; ++i) {
                     const uint32_t pair =
                         code_of<P, BITS>(P::low(x[i]), low) | code_of<P, BITS>(P::high(x[i]), high) << 16;
-                    words.add(i / 2, step, 4 * (2 * (t / 8) + i % 2) + column, t / 4 % 2 + word, pair);
+                    const int token = t + i;
+                    words.add(i / 2 % 2, step, 4 * (2 * (token / 8) + i % 2) + column, token / 4 % 2 + word, pair);
                 }
             }
         }
@@ -133,7 +134,7 @@ __device__ __forceinline__ void share_extremes(uint32_t& least, uint32_t& most) 
 }
 
 // Values of block `number` of the page.
-template <class P, int BITS, int DIM, int GROUPS, class RowAt>
+template <class P, int BITS, int DIM, int GROUPS, int AT_ONCE, class RowAt>
 __device__ __forceinline__ void pack_value_block(CodeWords<BITS, DIM>& words, const RowAt& row_at, uint8_t* part,
                                                  int number) {
     static_assert(BITS == 2 || BITS == 4, "neighbouring fields of a vector");
@@ -148,30 +149,39 @@ __device__ __forceinline__ void pack_value_block(CodeWords<BITS, DIM>& words, co
         const int channel = stripe + kLaneChannels * lane;
         const bool is = channel < DIM;
 #pragma unroll 1
-        for (int t = 0; t < kBlockTokens; t += 2) {
-            uint2 a = make_uint2(0, 0), b = a;
-            if (is) a = load_two_words(row_at(t) + 2 * channel), b = load_two_words(row_at(t + 1) + 2 * channel);
-            const uint32_t least_a = P::least(a.x, a.y), least_b = P::least(b.x, b.y);
-            const uint32_t most_a = P::most(a.x, a.y), most_b = P::most(b.x, b.y);
-            uint32_t least = P::least(__byte_perm(least_a, least_b, 0x5410), __byte_perm(least_a, least_b, 0x7632));
-            uint32_t most = P::most(__byte_perm(most_a, most_b, 0x5410), __byte_perm(most_a, most_b, 0x7632));
-            share_extremes<P, kGroup / kLaneChannels>(least, most);
-            const ParamPair params = params_of<P, BITS>(least, most);
-            if (!is) continue;
-            if (channel % kGroup == 0) {
-                uint8_t* const at = block + kSizes.code_bytes + 2 * (channel / kGroup * kBlockTokens + t);
-                *reinterpret_cast<uint32_t*>(at) = params.scales;
-                *reinterpret_cast<uint32_t*>(at + 2 * GROUPS * kBlockTokens) = params.mins;
-            }
-            const RatioGroup of_a = coding_of<BITS>(params.low), of_b = coding_of<BITS>(params.high);
+        for (int begin = 0; begin < kBlockTokens; begin += AT_ONCE) {
+            uint2 rows[AT_ONCE];
 #pragma unroll
-            for (int parity = 0; parity < 2; ++parity) {  // of channels
-                const auto pair = [&](uint32_t x, uint32_t y) {
-                    return parity == 0 ? code_of<P, BITS>(P::low(x), of_a) | code_of<P, BITS>(P::low(y), of_b) << 16
-                                       : code_of<P, BITS>(P::high(x), of_a) | code_of<P, BITS>(P::high(y), of_b) << 16;
-                };
-                words.add(t / 2 % 2, 2 * (channel / 32), 4 * (channel / kLaneChannels % 8) + t / 8,
-                          parity + 2 * (t / 4 % 2), pair(a.x, b.x) | pair(a.y, b.y) << BITS);
+            for (int i = 0; i < AT_ONCE; ++i) {
+                rows[i] = is ? load_two_words(row_at(begin + i) + 2 * channel) : make_uint2(0, 0);
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i += 2) {
+                const uint2 a = rows[i], b = rows[i + 1];
+                const int t = begin + i;
+                const uint32_t least_a = P::least(a.x, a.y), least_b = P::least(b.x, b.y);
+                const uint32_t most_a = P::most(a.x, a.y), most_b = P::most(b.x, b.y);
+                uint32_t least = P::least(__byte_perm(least_a, least_b, 0x5410), __byte_perm(least_a, least_b, 0x7632));
+                uint32_t most = P::most(__byte_perm(most_a, most_b, 0x5410), __byte_perm(most_a, most_b, 0x7632));
+                share_extremes<P, kGroup / kLaneChannels>(least, most);
+                const ParamPair params = params_of<P, BITS>(least, most);
+                if (!is) continue;
+                if (channel % kGroup == 0) {
+                    uint8_t* const at = block + kSizes.code_bytes + 2 * (channel / kGroup * kBlockTokens + t);
+                    *reinterpret_cast<uint32_t*>(at) = params.scales;
+                    *reinterpret_cast<uint32_t*>(at + 2 * GROUPS * kBlockTokens) = params.mins;
+                }
+                const RatioGroup of_a = coding_of<BITS>(params.low), of_b = coding_of<BITS>(params.high);
+#pragma unroll
+                for (int parity = 0; parity < 2; ++parity) {  // of channels
+                    const auto pair = [&](uint32_t x, uint32_t y) {
+                        const float of_x = parity == 0 ? P::low(x) : P::high(x);
+                        const float of_y = parity == 0 ? P::low(y) : P::high(y);
+                        return code_of<P, BITS>(of_x, of_a) | code_of<P, BITS>(of_y, of_b) << 16;
+                    };
+                    words.add(t / 2 % 2, 2 * (channel / 32), 4 * (channel / kLaneChannels % 8) + t / 8,
+                              parity + 2 * (t / 4 % 2), pair(a.x, b.x) | pair(a.y, b.y) << BITS);
+                }
             }
         }
     }
