@@ -13,17 +13,23 @@ def heads(case):
     return f"{case['q_heads']}/{case['kv_heads']}"
 
 
+def name(case):
+    what = case["case"]
+    spec = what["preset"] + (" query-aware" if what["query_aware"] else "")
+    return f"{spec}, {case['suite']}" if case["table"] == "steps" else spec  # which has several calls
+
+
 def table(cases):
-    yield f"{'':24} {'batch':>5} {'heads':>7} {'context':>8} {'queries':>7} {'path':>8} {'us':>10} {'GB/s':>7} {'of copy':>8} {'cuDNN':>7}"
+    width = max(len(name(c)) for c in cases)
+    yield f"{'':{width + 2}} {'batch':>5} {'heads':>7} {'context':>8} {'queries':>7} {'path':>8} {'us':>10} {'GB/s':>7} {'of copy':>8} {'cuDNN':>7}"
     last = None
     for c in cases:
         what, ratios = c["case"], c["ratios"]
         if c["table"] != last:
             yield f"{c['table'] or 'copies'}"
             last = c["table"]
-        name = what["preset"] + (" query-aware" if what["query_aware"] else "")
         peer = f"{ratios['cudnn-f16']:.2f}x" if "cudnn-f16" in ratios else ""
-        yield (f"  {name:22} {what['batch']:5} {heads(what):>7} {what['context']:8} {what['q_len']:7} {what['path']:>8} {c['median_us']:10.1f} "
+        yield (f"  {name(c):{width}} {what['batch']:5} {heads(what):>7} {what['context']:8} {what['q_len']:7} {what['path']:>8} {c['median_us']:10.1f} "
                f"{c['gbps']:7.0f} {100 * ratios['copy']:7.1f}% {peer:>7}")
 
 

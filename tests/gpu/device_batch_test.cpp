@@ -14,23 +14,6 @@ constexpr int32_t kMost = std::numeric_limits<int32_t>::max(), kLeast = std::num
 constexpr int64_t kFarthest = std::numeric_limits<int64_t>::max(), kNearest = std::numeric_limits<int64_t>::min();
 constexpr int kSequences = 10;
 
-// An array on the device, or NULL if it is empty.
-template <class T>
-class DeviceArray {
-  public:
-    explicit DeviceArray(const std::vector<T>& values) {
-        if (values.empty()) return;
-        CUDA_OK(cudaMalloc(&data_, values.size() * sizeof(T)));
-        CUDA_OK(cudaMemcpy(data_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
-    }
-    ~DeviceArray() { cudaFree(data_); }
-    DeviceArray(const DeviceArray&) = delete;
-    const T* data() const { return data_; }
-
-  private:
-    T* data_ = nullptr;
-};
-
 struct Rows {
     std::vector<int32_t> ids, counts;
     int32_t most;                    // max_count
@@ -100,6 +83,8 @@ struct Batch {
     }
 };
 
+enum class Tokens { cached, fresh, kept };  // what an attend sees: without tokens of the call, with, or a step
+
 // The CPU is given what is sound of the batch in host arrays, the GPU all of it in device arrays.
 class Twins {
   public:
@@ -152,9 +137,10 @@ class Twins {
             check_same_blob(cpu, gpu, id);
         }
     }
+    // An attend, or a step, which keeps the fresh tokens.
     template <class Array>
-    void attend(const Rows& rows, bool fresh = false, uint64_t flags = 0) {
-        CAPTURE(fresh);
+    void attend(const Rows& rows, Tokens tokens = Tokens::cached, uint64_t flags = 0) {
+        CAPTURE(static_cast<int>(tokens));
         CAPTURE(flags);
         Array q(of(rows, layer_.q_heads, layer_.key_dim)), k(of(rows, layer_.kv_heads, layer_.key_dim)),
             v(of(rows, layer_.kv_heads, layer_.value_dim));
@@ -176,9 +162,14 @@ class Twins {
             KIVI_OK_(kivi_attend_params_init(&params, sizeof params));
             params.lse = &sums;
             params.flags = flags;
-            if (fresh) params.k = &keys, params.v = &values;
-            KIVI_OK_(kivi_attend(*cache, 0, &batch.batch, &queries, &result, &params, workspace.data, workspace.bytes,
-                                 nullptr));
+            if (tokens == Tokens::fresh) params.k = &keys, params.v = &values;
+            if (tokens == Tokens::kept) {
+                KIVI_OK_(kivi_step(*cache, 0, &batch.batch, &queries, &keys, &values, &result, &params, workspace.data,
+                                   workspace.bytes, nullptr));
+            } else {
+                KIVI_OK_(kivi_attend(*cache, 0, &batch.batch, &queries, &result, &params, workspace.data,
+                                     workspace.bytes, nullptr));
+            }
             CUDA_OK(cudaDeviceSynchronize());
         }
         compare_results(out.values(), out.download());
@@ -259,13 +250,13 @@ void check_appends(const kivi_config& config, int few, int many) {
 }
 
 template <class Array>
-void check_attends(Twins& twins, int most, bool fresh, uint64_t flags) {
+void check_attends(Twins& twins, int most, Tokens tokens, uint64_t flags) {
     CAPTURE(most);
     for (Rows rows : {ids_and_counts(most, false), ids_and_counts(most, true), far_offsets(most)}) {
         if (rows.offsets.empty()) rows.ids[7] = -1;  // the CPU does not take a sequence twice
-        twins.attend<Array>(rows, fresh, flags);
+        twins.attend<Array>(rows, tokens, flags);
         rows.tokens -= rows.tokens > 0 && rows.offsets.empty() ? 1 : 0;  // the last row does not fit
-        twins.attend<Array>(rows, fresh, flags);
+        twins.attend<Array>(rows, tokens, flags);
     }
 }
 
@@ -292,17 +283,31 @@ TEST_CASE("ids, counts and offsets out of range in device memory: attends") {
     SUBCASE("fast kernels") {
         Twins twins(small_config(kKeys, kValues));
         for (const uint64_t flags : {uint64_t{0}, uint64_t{KIVI_ATTEND_INVARIANT}}) {
-            for (const int most : {1, 5, 40}) check_attends<Halfs>(twins, most, flags == 0, flags);
+            const Tokens tokens = flags == 0 ? Tokens::fresh : Tokens::cached;
+            for (const int most : {1, 5, 40}) check_attends<Halfs>(twins, most, tokens, flags);
         }
-        check_attends<Floats>(twins, 3, true, 0);
+        check_attends<Floats>(twins, 3, Tokens::fresh, 0);
     }
     SUBCASE("16 bits") {
         Twins twins(small_config(spec_of(16, 0, 0, false), spec_of(16, 0, 0, false)));
-        for (const int most : {1, 5}) check_attends<Halfs>(twins, most, true, 0);
+        for (const int most : {1, 5}) check_attends<Halfs>(twins, most, Tokens::fresh, 0);
     }
     SUBCASE("any spec") {
         Twins twins(small_config(spec_of(4, KIVI_AXIS_TOKEN, 32, true), spec_of(8, KIVI_AXIS_TOKEN, 64, false)));
-        for (const int most : {1, 20}) check_attends<Floats>(twins, most, true, KIVI_ATTEND_INVARIANT);
+        for (const int most : {1, 20}) check_attends<Floats>(twins, most, Tokens::fresh, KIVI_ATTEND_INVARIANT);
+    }
+}
+
+TEST_CASE("ids, counts and offsets out of range in device memory: steps") {
+    SUBCASE("fast kernels") {
+        Twins twins(small_config(kKeys, kValues));
+        for (const int most : {1, 1, 5}) check_attends<Halfs>(twins, most, Tokens::kept, 0);
+        twins.compare_sequences();
+    }
+    SUBCASE("any spec") {
+        Twins twins(small_config(spec_of(4, KIVI_AXIS_TOKEN, 32, true), spec_of(8, KIVI_AXIS_TOKEN, 64, false)));
+        check_attends<Floats>(twins, 1, Tokens::kept, 0);
+        twins.compare_sequences();
     }
 }
 
@@ -316,6 +321,8 @@ TEST_CASE("ids out of range in device memory: more rows than a launch has") {
     twins.attend<Halfs>(rows);
     rows.ids[72] = rows.ids[4];  // of another launch
     twins.append<Halfs>(rows);
+    rows.ids[72] = -1;
+    twins.attend<Halfs>(rows, Tokens::kept);
     twins.compare_sequences();
 }
 

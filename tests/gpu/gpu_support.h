@@ -146,6 +146,23 @@ class Halfs {
     void* device_ = nullptr;
 };
 
+// An array on the device, or NULL if it is empty.
+template <class T>
+class DeviceArray {
+  public:
+    explicit DeviceArray(const std::vector<T>& values) {
+        if (values.empty()) return;
+        CUDA_OK(cudaMalloc(&data_, values.size() * sizeof(T)));
+        CUDA_OK(cudaMemcpy(data_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+    }
+    ~DeviceArray() { cudaFree(data_); }
+    DeviceArray(const DeviceArray&) = delete;
+    const T* data() const { return data_; }
+
+  private:
+    T* data_ = nullptr;
+};
+
 class Cache {
   public:
     Cache(kivi_config config, int32_t device) : device(device) {

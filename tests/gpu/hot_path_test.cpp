@@ -84,8 +84,9 @@ kivi_config config_of_preset(const char* preset, int max_sequences) {
     return config;
 }
 
-// Rows of sequences 0, 1, ..: a prompt, then tokens one by one, each followed by an attend, every third in one call. Everything that a call needs
-// is made beforehand. On the CPU the same work gives what is expected. Array: Halfs for the fast kernels, Floats.
+// Rows of sequences 0, 1, ..: a prompt, then tokens one by one, each followed by an attend, every third by kivi_step.
+// Everything that a call needs is made beforehand. On the CPU the same work gives what is expected. Array: Halfs for
+// the fast kernels, Floats.
 template <class Array>
 class Decode {
   public:

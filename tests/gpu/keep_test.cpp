@@ -79,6 +79,7 @@ struct Options {
     float soft_cap = 0;
     int64_t window_left = -1;
     const float* learned_sinks = nullptr;
+    uint64_t flags = 0;
 };
 
 kivi_status step_apart(Cache& cache, int layer, const kivi_batch& batch, Call& call, const Workspace& workspace,
@@ -86,7 +87,7 @@ kivi_status step_apart(Cache& cache, int layer, const kivi_batch& batch, Call& c
     const kivi_tensor q = call.of_q(), k = call.of_k(), v = call.of_v(), out = call.of_out(), lse = call.of_lse();
     kivi_attend_params params = defaults();
     params.soft_cap = options.soft_cap, params.window_left = options.window_left;
-    params.learned_sinks = options.learned_sinks;
+    params.learned_sinks = options.learned_sinks, params.flags = options.flags;
     params.lse = &lse, params.k = &k, params.v = &v;
     const kivi_status status =
         kivi_attend(cache, layer, &batch, &q, &out, &params, workspace.data, workspace.bytes, stream);
@@ -97,7 +98,8 @@ kivi_status step_whole(Cache& cache, int layer, const kivi_batch& batch, Call& c
     const kivi_tensor q = call.of_q(), k = call.of_k(), v = call.of_v(), out = call.of_out(), lse = call.of_lse();
     kivi_attend_params params = defaults();
     params.soft_cap = options.soft_cap, params.window_left = options.window_left;
-    params.learned_sinks = options.learned_sinks, params.lse = &lse;
+    params.learned_sinks = options.learned_sinks, params.flags = options.flags;
+    params.lse = &lse;
     return kivi_step(cache, layer, &batch, &q, &k, &v, &out, &params, workspace.data, workspace.bytes, stream);
 }
 
@@ -233,6 +235,43 @@ TEST_CASE("every preset, with what a call can ask for") {
         check_steps(config_of_preset(preset, 3, 2500), {0, 2000, 200}, 30, 22, options);
         options.window_left = 150;
         check_steps(config_of_preset(preset, 3, 2500), {0, 2000, 200}, 30, 23, options);
+        options.flags = KIVI_ATTEND_INVARIANT;
+        check_steps(config_of_preset(preset, 3, 2500), {0, 2000, 200}, 10, 24, options);
+    }
+}
+
+TEST_CASE("one sequence, empty, short and long") {
+    for (const char* preset : {"k3v2", "kivi2-sink"}) {
+        CAPTURE(preset);
+        for (const int prompt : {0, 150, 20000}) {
+            CAPTURE(prompt);
+            check_steps(config_of_preset(preset, 1, 21000), {prompt}, 70, 25);
+        }
+    }
+}
+
+TEST_CASE("flushes between steps") {
+    for (const char* preset : {"k3v2", "kivi2-sink", "kivi4"}) {
+        CAPTURE(preset);
+        const kivi_config config = config_of_preset(preset, 3, 900);
+        Twins twins(config, 3, 26);
+        twins.prompt(0, 250), twins.prompt(2, 90);
+        const kivi_batch batch = batch_of(3, nullptr, nullptr, 1);
+        Call call(config, 3);
+        for (int step = 0; step < 150; ++step) {
+            CAPTURE(step);
+            call.fill(twins.numbers);
+            twins.step(batch, call);
+            if (step % 23 != 5) {
+                continue;
+            }
+            const kivi_batch flushed = batch_of(1 + step % 3, nullptr, nullptr, 1);
+            for (Cache* cache : {&twins.apart, &twins.whole}) {
+                KIVI_OK_(kivi_flush_residual(*cache, 0, &flushed, nullptr));
+            }
+            twins.compare();
+        }
+        twins.compare();
     }
 }
 
@@ -331,10 +370,8 @@ TEST_CASE("rows that the device tells: skipped ones, a sequence twice, one that 
         }
         twins.prompt(0, 280), twins.prompt(3, 71);
         const std::vector<int32_t> ids{3, -1, 0, 77, 3, 1};
-        int32_t* on_device = nullptr;
-        CUDA_OK(cudaMalloc(&on_device, ids.size() * sizeof(int32_t)));
-        CUDA_OK(cudaMemcpy(on_device, ids.data(), ids.size() * sizeof(int32_t), cudaMemcpyHostToDevice));
-        kivi_batch batch = batch_of(6, on_device, nullptr, 1);
+        const DeviceArray<int32_t> on_device(ids);
+        kivi_batch batch = batch_of(6, on_device.data(), nullptr, 1);
         batch.device = KIVI_CUDA;
         Call call(config, 6);
         for (int step = 0; step < 60; ++step) {
@@ -348,7 +385,92 @@ TEST_CASE("rows that the device tells: skipped ones, a sequence twice, one that 
         CHECK(twins.whole.length(3) == 71 + 60);
         CHECK(twins.whole.length(1) == 60);
         twins.compare();
-        CUDA_OK(cudaFree(on_device));
+    }
+}
+
+TEST_CASE("more rows that the device tells than a launch takes, and sequences that stand in two launches") {
+    constexpr int kRows = 80;
+    const kivi_config config = config_of_preset("k3v2", kRows, 300);
+    Twins twins(config, kRows, 62);
+    std::vector<int32_t> ids;
+    for (int32_t row = 0; row < kRows; ++row) {
+        KIVI_OK_(kivi_sequence_reserve(twins.whole, row, 300, nullptr));
+        KIVI_OK_(kivi_sequence_reserve(twins.apart, row, 300, nullptr));
+        twins.prompt(row, row % 3 * 90);
+        ids.push_back(row % 9 == 4 ? -1 : row < 70 ? row : row - 67);
+    }
+    const DeviceArray<int32_t> on_device(ids);
+    kivi_batch batch = batch_of(kRows, on_device.data(), nullptr, 1);
+    batch.device = KIVI_CUDA;
+    Call call(config, kRows);
+    for (int step = 0; step < 40; ++step) {
+        CAPTURE(step);
+        call.fill(twins.numbers);
+        twins.step(batch, call);
+    }
+    KIVI_OK_(kivi_synchronize(twins.apart, nullptr));
+    KIVI_OK_(kivi_synchronize(twins.whole, nullptr));
+    CHECK(twins.whole.length(3) == 40);  // of rows 3 and 70
+    twins.compare();
+}
+
+// Views of one tensor [tokens, heads of q, k and v, dim], as a projection leaves it; rows that are skipped, told by
+// counts and offsets on either side.
+TEST_CASE("queries, keys and values in one tensor of rank 3") {
+    constexpr int kTokens = 3, kHeads = 12, kDim = 128;
+    const std::vector<int32_t> ids{2, -1, 0, 77, 1, 3}, counts{1, 1, 0, 0, 1, 0};
+    const std::vector<int32_t> odd_counts{1, 1, 0, 1, 1, 5};  // what only the device is told
+    const std::vector<int64_t> offsets{2, 1, 1, 0, 0, 0};
+    const std::vector<int64_t> odd_offsets{2, -1, 1, 0, kTokens, int64_t{1} << 32};  // row 4 is skipped too
+    const std::vector<int32_t> sound_ids{2, -1, 0, -1, 1, 3};
+    const DeviceArray<int32_t> device_ids(ids), device_counts(odd_counts);
+    const DeviceArray<int64_t> device_offsets(odd_offsets);
+    for (const char* preset : {"k3v2", "kivi2-sink", "f16"}) {
+        CAPTURE(preset);
+        const kivi_config config = config_of_preset(preset, 6, 600);  // as many as rows, which device arrays need
+        Twins twins(config, 6, 63);
+        for (int32_t id = 0; id < 4; ++id) {
+            KIVI_OK_(kivi_sequence_reserve(twins.whole, id, 600, nullptr));
+            KIVI_OK_(kivi_sequence_reserve(twins.apart, id, 600, nullptr));
+        }
+        twins.prompt(1, 61), twins.prompt(2, 150);
+        Halfs together(int64_t{kTokens} * kHeads * kDim), out(int64_t{kTokens} * 8 * kDim);
+        const auto part = [&](int first, int heads) {
+            kivi_tensor tensor = together.view(KIVI_CUDA, {kTokens, kHeads, kDim});
+            tensor.data = static_cast<uint16_t*>(tensor.data) + first * kDim;
+            tensor.shape[1] = heads;
+            return tensor;
+        };
+        const kivi_tensor q = part(0, 8), k = part(8, 2), v = part(10, 2), to = out.view(KIVI_CUDA, {kTokens, 8, kDim});
+        kivi_batch batches[3] = {batch_of(6, sound_ids.data(), counts.data(), 1),
+                                 batch_of(6, sound_ids.data(), counts.data(), 1),
+                                 batch_of(6, device_ids.data(), device_counts.data(), 1)};
+        batches[1].offsets = offsets.data();
+        batches[2].offsets = device_offsets.data();
+        batches[2].device = KIVI_CUDA;
+        const size_t bytes = out.host.size() * 2;
+        for (int step = 0; step < 120; ++step) {
+            CAPTURE(step);
+            const kivi_batch& batch = batches[step % 3];
+            together.set(twins.numbers.rows(int64_t{kTokens} * kHeads, kDim));
+            kivi_attend_params params = defaults();
+            params.k = &k, params.v = &v;
+            CUDA_OK(cudaMemset(to.data, 0x7B, bytes));
+            KIVI_OK_(kivi_attend(twins.apart, 0, &batch, &q, &to, &params, twins.workspace().data,
+                                 twins.workspace().bytes, nullptr));
+            KIVI_OK_(kivi_append(twins.apart, 0, &batch, &k, &v, nullptr));
+            const std::vector<uint32_t> expected = bits_of(to.data, bytes);
+            CUDA_OK(cudaMemset(to.data, 0x7B, bytes));
+            KIVI_OK_(kivi_step(twins.whole, 0, &batch, &q, &k, &v, &to, nullptr, twins.workspace().data,
+                               twins.workspace().bytes, nullptr));
+            CHECK(bits_of(to.data, bytes) == expected);
+        }
+        KIVI_OK_(kivi_synchronize(twins.apart, nullptr));
+        KIVI_OK_(kivi_synchronize(twins.whole, nullptr));
+        CHECK(twins.whole.length(2) == 150 + 120);
+        CHECK(twins.whole.length(1) == 61 + 80);
+        CHECK(twins.whole.length(0) == 0);
+        twins.compare();
     }
 }
 
@@ -376,11 +498,12 @@ TEST_CASE("a step that its tensors keep from the one kernel makes two launches")
     twins.compare();
 }
 
-// Calls in a random order on three layers, once enqueued as they come and once with the device waited for between.
-TEST_CASE("steps, appends, attends, flushes and replays in any order see what was before them") {
+// Calls in a random order on three layers, once enqueued as they come and once with the device waited for between. Now
+// and then both sequences begin anew with a prompt of their own, on pages of either.
+TEST_CASE("steps, appends, attends, flushes, replays and new sequences in any order see what was before them") {
     for (const char* preset : {"k3v2", "kivi2-sink", "f16"}) {
         CAPTURE(preset);
-        constexpr int kLayers = 3, kCalls = 400;
+        constexpr int kLayers = 3, kCalls = 400, kPrompt = 150, kMorePrompt = 60;
         const kivi_config config = config_of_preset(preset, 2, 2000, kLayers);
         const kivi_batch batch = batch_of(2, nullptr, nullptr, 1);
         std::vector<std::vector<uint32_t>> results[2];
@@ -393,9 +516,25 @@ TEST_CASE("steps, appends, attends, flushes and replays in any order see what wa
             const Stream streams[2];
             cudaEvent_t done;
             CUDA_OK(cudaEventCreateWithFlags(&done, cudaEventDisableTiming));
-            for (int32_t id = 0; id < 2; ++id) {
-                KIVI_OK_(kivi_sequence_reserve(cache, id, 2000, streams[0]));
-            }
+            Halfs prompt_keys(numbers.rows((kPrompt + kMorePrompt) * 2, 128)),
+                prompt_values(numbers.rows((kPrompt + kMorePrompt) * 2, 128));
+            const auto begin_anew = [&](kivi_stream stream) {
+                for (int32_t id = 0; id < 2; ++id) {
+                    KIVI_OK_(kivi_sequence_reset(cache, id, stream));
+                }
+                const auto first = static_cast<int32_t>(random() % 2);
+                for (const int32_t id : {first, 1 - first}) {
+                    KIVI_OK_(kivi_sequence_reserve(cache, id, 2000, stream));
+                    const int tokens = kPrompt + static_cast<int>(random() % kMorePrompt);
+                    const kivi_batch prompt = batch_of(1, &id, nullptr, tokens);
+                    const kivi_tensor k = prompt_keys.view(KIVI_CUDA, {1, tokens, 2, 128}),
+                                      v = prompt_values.view(KIVI_CUDA, {1, tokens, 2, 128});
+                    for (int layer = 0; layer < kLayers; ++layer) {
+                        KIVI_OK_(kivi_append(cache, layer, &prompt, &k, &v, stream));
+                    }
+                }
+            };
+            begin_anew(streams[0]);
             std::vector<std::unique_ptr<Call>> calls;
             for (int i = 0; i < kCalls; ++i) {
                 calls.push_back(std::make_unique<Call>(config, 2));
@@ -434,11 +573,15 @@ TEST_CASE("steps, appends, attends, flushes and replays in any order see what wa
                     case 3:
                         CUDA_OK(cudaGraphLaunch(appends, streams[at]));
                         break;
-                    case 4:
-                        if (random() % 4 == 0) {
+                    case 4: {
+                        const int what = static_cast<int>(random() % 12);
+                        if (what < 3) {
                             KIVI_OK_(kivi_flush_residual(cache, layer, &batch, streams[at]));
+                        } else if (what == 3) {
+                            begin_anew(streams[at]);
                         }
                         break;
+                    }
                     default:
                         KIVI_OK_(kivi_attend(cache, layer, &batch, &q, &out, nullptr, workspace.data, workspace.bytes,
                                              streams[at]));
@@ -451,16 +594,19 @@ TEST_CASE("steps, appends, attends, flushes and replays in any order see what wa
             for (const auto& call : calls) {
                 results[patient].push_back(bits_of(call->of_out().data, call->out.host.size() * 2));
             }
+            KIVI_OK_(kivi_synchronize(cache, streams[at]));
             for (int layer = 0; layer < kLayers; ++layer) {
-                Halfs k(int64_t{64} * 2 * 128), v(int64_t{64} * 2 * 128);
-                KIVI_OK_(kivi_synchronize(cache, streams[at]));
-                const kivi_tensor keys = k.view(KIVI_CUDA, {64, 2, 128}), values = v.view(KIVI_CUDA, {64, 2, 128});
-                REQUIRE(cache.length(1, layer) >= 64);
-                KIVI_OK_(kivi_dequantize(cache, layer, 1, cache.length(1, layer) - 64, cache.length(1, layer), &keys,
-                                         &values, 0, streams[at]));
-                CUDA_OK(cudaDeviceSynchronize());
-                results[patient].push_back(bits_of(keys.data, k.host.size() * 2));
-                results[patient].push_back(bits_of(values.data, v.host.size() * 2));
+                for (int32_t id = 0; id < 2; ++id) {
+                    const int64_t tokens = cache.length(id, layer);
+                    REQUIRE(tokens >= kPrompt);
+                    Halfs k(tokens * 2 * 128), v(tokens * 2 * 128);
+                    const kivi_tensor keys = k.view(KIVI_CUDA, {tokens, 2, 128}),
+                                      values = v.view(KIVI_CUDA, {tokens, 2, 128});
+                    KIVI_OK_(kivi_dequantize(cache, layer, id, 0, tokens, &keys, &values, 0, streams[at]));
+                    CUDA_OK(cudaDeviceSynchronize());
+                    results[patient].push_back(bits_of(keys.data, k.host.size() * 2));
+                    results[patient].push_back(bits_of(values.data, v.host.size() * 2));
+                }
             }
             CUDA_OK(cudaGraphExecDestroy(appends));
             CUDA_OK(cudaGraphDestroy(graph));

@@ -38,7 +38,12 @@ def test_one_argument_moves_a_program_to_the_gpu(pair, rng):
                 cache.append(layer, *random.standard_normal((2, 3, 1, KV_HEADS, DIM)).astype(numpy.float16))
                 out = cache.attend(layer, random.standard_normal((3, 1, Q_HEADS, DIM)).astype(numpy.float32))
         outs.append(out)
-    assert close(outs[1], outs[0])
+        for step in range(70):
+            for layer in range(LAYERS):
+                out = cache.step(layer, random.standard_normal((3, 1, Q_HEADS, DIM)).astype(numpy.float16),
+                                 *random.standard_normal((2, 3, 1, KV_HEADS, DIM)).astype(numpy.float16))
+        outs.append(out)
+    assert close(outs[2], outs[0]) and close(outs[3], outs[1])
     cpu, gpu = pair
     assert repr(cpu.length(0, 2)) == repr(gpu.length(0, 2))
     for sequence in range(3):
@@ -118,6 +123,10 @@ def test_tensors_of_the_gpu_stay_there(pair, rng):
     out = gpu.attend(0, torch.from_numpy(q).cuda(), workspace=workspace)
     torch.cuda.synchronize()
     assert close(out.cpu().numpy(), expected)
+    expected = cpu.step(0, q, *kv[:, :, :1])
+    out = gpu.step(0, *(torch.from_numpy(x).cuda() for x in (q, *kv[:, :, :1])), workspace=workspace)
+    torch.cuda.synchronize()
+    assert out.is_cuda and close(out.cpu().numpy(), expected)
 
 
 def test_a_steady_loop_takes_no_device_memory(pair, rng):
@@ -129,6 +138,7 @@ def test_a_steady_loop_takes_no_device_memory(pair, rng):
     def step():
         gpu.append(0, k, k)
         gpu.attend(0, q)
+        gpu.step(0, q, k, k)
 
     step()
     before = torch.cuda.mem_get_info()[0]
