@@ -113,12 +113,13 @@ __device__ __noinline__ void keep_rows(SharedStorage<C>& shared, const Layer& la
         number = __shfl_sync(kAll, number, 0);
         const NewPlace<C> place(shared, number);
         if (!place.is) return;
-        if (!shared.keeps.has(place.row)) continue;
         const BatchRow& at = shared.rows[place.row];
+        // Those that were asked for come, also where nothing is kept of them: before the block ends.
+        if (number < C::kNewRows && at.sequence >= 0) barrier_wait(shared_address(&shared.new_full[number]), 0);
+        if (!shared.keeps.has(place.row)) continue;
         const HeadRows<LayerOf<C>> rows{layer, static_cast<int>(place.item), at.sequence};
         typename HeadRows<LayerOf<C>>::Raw raw;
         if (number < C::kNewRows) {
-            barrier_wait(shared_address(&shared.new_full[number]), 0);
 #pragma unroll
             for (int j = 0; j < stripes(C::kDim); ++j) {
                 const int channel = min(j * kStripe + kLaneChannels * lane, C::kDim - kLaneChannels);
