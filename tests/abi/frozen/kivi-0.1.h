@@ -468,9 +468,10 @@ KIVI_API kivi_status kivi_attend(const kivi_cache *cache, int32_t layer, const k
  * params->k = k and params->v = v followed by kivi_append, both of this batch; but as one call: what either
  * would refuse is refused before anything is done. params->k and params->v must be NULL; params NULL:
  * defaults. workspace as for kivi_attend. Any number of tokens a row.
- * On CUDA one launch does both where the layer has the fast kernel, each row brings one token, rounding is
- * nearest and KIVI_ATTEND_INVARIANT is not asked for, so that keeping a token costs next to nothing beside
- * reading the cache. Elsewhere it makes the launches of both calls; on the CPU it is a convenience. */
+ * On CUDA one launch does both where the layer has the fast kernel, codes (not 16 bits), the rolling schedule and
+ * nearest rounding, each row brings one token, rows are aligned and of the windows' type, and
+ * KIVI_ATTEND_INVARIANT is not asked for (batches above 64 rows: one for each 64). Elsewhere it makes the
+ * launches of both calls and costs what they cost; on the CPU it is a convenience. */
 KIVI_API kivi_status kivi_step(kivi_cache *cache, int32_t layer, const kivi_batch *batch,
                                const kivi_tensor *q, const kivi_tensor *k, const kivi_tensor *v,
                                const kivi_tensor *out, const kivi_attend_params *params, void *workspace,
