@@ -256,8 +256,13 @@ class CudaBackend final : public Backend {
         const LaunchPlace place = place_of(call.stream);
         for_each_portion(call.rows, args.batch, [&] {
             args.keeps = decode_keeps(args);
-            launch_attend(call, args, place);
-            order_.change(call.layer, place);
+            try {
+                launch_attend(call, args, place);
+            } catch (...) {
+                order_.change(call.layer, place);  // it may be on its way
+                throw;
+            }
+            order_.change(call.layer, place);  // after the gate that it is itself
             if (args.keeps) return;
             append.batch = args.batch;
             write(append, gpu_.multiprocessors, stream_of(call.stream));

@@ -470,7 +470,7 @@ KIVI_API kivi_status kivi_attend(const kivi_cache *cache, int32_t layer, const k
  * defaults. workspace as for kivi_attend. Any number of tokens a row.
  * On CUDA one launch does both where the layer has the fast kernel, codes (not 16 bits), the rolling schedule and
  * nearest rounding, each row brings one token, rows are aligned and of the windows' type, and
- * KIVI_ATTEND_INVARIANT is not asked for (batches above 64 rows: one for each 64). Elsewhere it makes the
+ * KIVI_ATTEND_INVARIANT is not asked for (host batches above 64 rows: one for each 64). Elsewhere it makes the
  * launches of both calls and costs what they cost; on the CPU it is a convenience. */
 KIVI_API kivi_status kivi_step(kivi_cache *cache, int32_t layer, const kivi_batch *batch,
                                const kivi_tensor *q, const kivi_tensor *k, const kivi_tensor *v,
