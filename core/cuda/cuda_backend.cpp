@@ -238,15 +238,15 @@ class CudaBackend final : public Backend {
     }
 
     void attend(const AttendCall& call) const override {
-        const DeviceGuard guard(device_);
-        AttendArgs args = checked_args(call, "params.k", "params.v");
-        const LaunchPlace place = place_of(call.stream);
-        for_each_portion(call.rows, args.batch, [&] { launch_attend(call, args, place); });
+        attend_as(call, "params.k", "params.v");
     }
 
     void step(const AttendCall& call) override {
         // Rows of one sequence (BATCH-2) must not come to stand in launches of their own.
-        if (call.rows.on_device != nullptr && call.rows.on_device->rows > kRowsAtOnce) return Backend::step(call);
+        if (call.rows.on_device != nullptr && call.rows.on_device->rows > kRowsAtOnce) {
+            attend_as(call, "k", "v");
+            return append(call.layer, call.rows, call.k, call.v, call.stream);
+        }
         const DeviceGuard guard(device_);
         AttendArgs args = checked_args(call, "k", "v");
         WriteArgs append;
@@ -541,6 +541,12 @@ class CudaBackend final : public Backend {
         args.workspace = static_cast<float*>(call.workspace);
         args.invariant = (call.flags & KIVI_ATTEND_INVARIANT) != 0;
         return args;
+    }
+    void attend_as(const AttendCall& call, const char* k, const char* v) const {
+        const DeviceGuard guard(device_);
+        AttendArgs args = checked_args(call, k, v);
+        const LaunchPlace place = place_of(call.stream);
+        for_each_portion(call.rows, args.batch, [&] { launch_attend(call, args, place); });
     }
     // A portion's launches.
     void launch_attend(const AttendCall& call, AttendArgs& args, const LaunchPlace& place) const {

@@ -16,7 +16,7 @@ bool decode_reads(const AttendArgs& args);
 // Whether it takes the call: its rows have the same number of tokens, or none, and few enough.
 bool decode_takes(const AttendArgs& args);
 // Whether it also appends the call's keys and values (decode_keep.cuh): one token a row, rolling schedule, nearest
-// rounding. The layer must not be changed while the call is on its way, by other launches of the same call either.
+// rounding. A sequence must stand in one launch of a call only: the host sees to it.
 bool decode_keeps(const AttendArgs& args);
 // Tokens that a row can have at most.
 int32_t decode_max_count(const Layer& layer);

@@ -4,8 +4,8 @@
 //   out of the loop  warps that have left their slices write rows, and pack what these push behind a border (keep_rows)
 //   when all blocks  have read lengths and borders, the last one moves these on (move_rows_on)
 //
-// No other warp waits for that, and none reads what is written: the slot of a new row is one that the tail between
-// calls does not hold (tail_capacity in format/policy.h), and pages are read up to the border of before.
+// No warp that is still in its slice waits for that, and none reads what is written: the slot of a new row is one that
+// the tail between calls does not hold (tail_capacity in format/policy.h), and pages are read up to the border of before.
 //
 // What is done for such calls alone are functions of their own, beside what every call runs: instructions that run once
 // come from far away. They find the call in shared memory, where parameters would be trips to memory.
@@ -122,8 +122,9 @@ __device__ __noinline__ void keep_rows(SharedStorage<C>& shared, const Layer& la
         if (number < C::kNewRows) {
 #pragma unroll
             for (int j = 0; j < stripes(C::kDim); ++j) {
+                // Lanes beyond the row have its end again: nothing is stored of them.
                 const int channel = min(j * kStripe + kLaneChannels * lane, C::kDim - kLaneChannels);
-                raw[j] = *reinterpret_cast<const uint2*>(shared.new_rows[number] + 2 * channel);
+                raw.at[j] = *reinterpret_cast<const uint2*>(shared.new_rows[number] + 2 * channel);
             }
         } else {
             rows.load(find_new_row<C>(shared, number), raw);

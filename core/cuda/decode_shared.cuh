@@ -31,10 +31,10 @@ struct SharedStorage {
     // through memory; and, where there is room, what they are appended to.
     DecodeCall call;
     Layer layers[C::kHoldsLayer ? 1 : 0];
-    // Which of these this block appends (decode_keep.cuh).
-    RowMask keeps, packs, no_room;  // of rows: the token is appended, pushes others behind a border, has no room
-    unsigned next_new;           // of those that this block appends
-    alignas(16) uint8_t new_rows[C::kNewRows][C::kRowBytes];  // the first of them
+    // Of the batch's rows (decode_keep.cuh): the token is appended, pushes others behind a border, has no room.
+    RowMask keeps, packs, no_room;
+    unsigned next_new;  // number of the next new row of this block that a warp takes
+    alignas(16) uint8_t new_rows[C::kNewRows][C::kRowBytes];  // the first ones
     Slice slices[C::kWarps];
     Seen seen[C::kWarps];       // what the warp is working on
     int from_start[C::kWarps];  // the warp began with the segment's first visit

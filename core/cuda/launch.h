@@ -80,7 +80,9 @@ struct Layer {
     int64_t table_stride = 0;
     const int32_t* bound = nullptr;  // [sequence]: valid entries of the table
     int32_t* full = nullptr;         // [sequence]: 1 after an append that found no room
-    uint32_t* arrivals = nullptr;    // [sequence], of this layer: blocks that have read the state
+    // [sequence], of this layer: blocks that have read the state; the first one also of a step's whole batch. Calls that
+    // change a layer come one after the other.
+    uint32_t* arrivals = nullptr;
     unsigned long long* saturated = nullptr;
     FeedbackTables feedback;
     int32_t clusters = 0;  // of the decode kernel (decode.h) that can run at the same time

@@ -80,15 +80,21 @@ struct Options {
     int64_t window_left = -1;
     const float* learned_sinks = nullptr;
     uint64_t flags = 0;
+
+    kivi_attend_params params(const kivi_tensor* lse) const {
+        kivi_attend_params params = defaults();
+        params.soft_cap = soft_cap, params.window_left = window_left;
+        params.learned_sinks = learned_sinks, params.flags = flags;
+        params.lse = lse;
+        return params;
+    }
 };
 
 kivi_status step_apart(Cache& cache, int layer, const kivi_batch& batch, Call& call, const Workspace& workspace,
                        const Options& options, kivi_stream stream) {
     const kivi_tensor q = call.of_q(), k = call.of_k(), v = call.of_v(), out = call.of_out(), lse = call.of_lse();
-    kivi_attend_params params = defaults();
-    params.soft_cap = options.soft_cap, params.window_left = options.window_left;
-    params.learned_sinks = options.learned_sinks, params.flags = options.flags;
-    params.lse = &lse, params.k = &k, params.v = &v;
+    kivi_attend_params params = options.params(&lse);
+    params.k = &k, params.v = &v;
     const kivi_status status =
         kivi_attend(cache, layer, &batch, &q, &out, &params, workspace.data, workspace.bytes, stream);
     return status != KIVI_OK ? status : kivi_append(cache, layer, &batch, &k, &v, stream);
@@ -96,10 +102,7 @@ kivi_status step_apart(Cache& cache, int layer, const kivi_batch& batch, Call& c
 kivi_status step_whole(Cache& cache, int layer, const kivi_batch& batch, Call& call, const Workspace& workspace,
                        const Options& options, kivi_stream stream) {
     const kivi_tensor q = call.of_q(), k = call.of_k(), v = call.of_v(), out = call.of_out(), lse = call.of_lse();
-    kivi_attend_params params = defaults();
-    params.soft_cap = options.soft_cap, params.window_left = options.window_left;
-    params.learned_sinks = options.learned_sinks, params.flags = options.flags;
-    params.lse = &lse;
+    const kivi_attend_params params = options.params(&lse);
     return kivi_step(cache, layer, &batch, &q, &k, &v, &out, &params, workspace.data, workspace.bytes, stream);
 }
 
