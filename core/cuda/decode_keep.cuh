@@ -124,7 +124,7 @@ __device__ __noinline__ void keep_rows(SharedStorage<C>& shared, const Layer& la
             for (int j = 0; j < stripes(C::kDim); ++j) {
                 // Lanes beyond the row have its end again: nothing is stored of them.
                 const int channel = min(j * kStripe + kLaneChannels * lane, C::kDim - kLaneChannels);
-                raw.at[j] = *reinterpret_cast<const uint2*>(shared.new_rows[number] + 2 * channel);
+                raw[j] = *reinterpret_cast<const uint2*>(shared.new_rows[number] + 2 * channel);
             }
         } else {
             rows.load(find_new_row<C>(shared, number), raw);

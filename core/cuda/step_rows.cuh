@@ -90,7 +90,7 @@ template <class L>
 struct HeadRows {
     using P = typename L::P;
     static constexpr int kStripes = stripes(L::kDim), kRowBytes = 2 * L::kDim;
-    using Raw = RawRow<L::kDim>;
+    using Raw = uint2[kStripes];
 
     const Layer& layer;
     int item;  // 2 h: keys of head h; 2 h + 1: its values
@@ -118,28 +118,36 @@ struct HeadRows {
 #pragma unroll
         for (int j = 0; j < kStripes; ++j) {
             const int channel = j * kStripe + kLaneChannels * lane();
-            raw.at[j] = channel < L::kDim ? load_two_words(row + 2 * channel) : make_uint2(0, 0);
+            raw[j] = channel < L::kDim ? load_two_words(row + 2 * channel) : make_uint2(0, 0);
         }
     }
     static __device__ __forceinline__ void store(uint8_t* row, const Raw& raw) {
 #pragma unroll
         for (int j = 0; j < kStripes; ++j) {
             const int channel = j * kStripe + kLaneChannels * lane();
-            if (channel < L::kDim) *reinterpret_cast<uint2*>(row + 2 * channel) = raw.at[j];
+            if (channel < L::kDim) *reinterpret_cast<uint2*>(row + 2 * channel) = raw[j];
         }
     }
 
     // As windows hold it: transformed, and with the one NaN.
     __device__ __forceinline__ void round(Raw& raw) const {
         const bool rotated = choose(k().rotated(), v().rotated());
-        const Raw given = raw;
-        if (rotated) transform<P>(raw);
+        RawRow<L::kDim> row;
+#pragma unroll
+        for (int j = 0; j < kStripes; ++j) row.at[j] = raw[j];
+        if (rotated) transform<P>(row);
         uint32_t most = 0;
 #pragma unroll
         for (int j = 0; j < kStripes; ++j) {
-            most = P::most(most, P::most(P::magnitudes(raw.at[j].x), P::magnitudes(raw.at[j].y)));
+            most = P::most(most, P::most(P::magnitudes(row.at[j].x), P::magnitudes(row.at[j].y)));
         }
-        if (!__all_sync(kAllLanes, both_plain<P>(most))) raw = round_any_row<P>(given, rotated, layer.saturated);
+        if (!__all_sync(kAllLanes, both_plain<P>(most))) {
+#pragma unroll
+            for (int j = 0; j < kStripes; ++j) row.at[j] = raw[j];
+            row = round_any_row<P>(row, rotated, layer.saturated);
+        }
+#pragma unroll
+        for (int j = 0; j < kStripes; ++j) raw[j] = row.at[j];
     }
 
     __device__ __forceinline__ int sinks() const { return static_cast<int>(k().windows.sink); }
@@ -166,7 +174,7 @@ struct HeadRows {
         if constexpr (L::kPlain) {
             store(page(from) + from % kPageTokens * kRowBytes, raw);
         } else {
-            pack_value_row<P, L::kValueBits, L::kDim, L::kValueGroups>(raw.at, from % kPageTokens, page(from));
+            pack_value_row<P, L::kValueBits, L::kDim, L::kValueGroups>(raw, from % kPageTokens, page(from));
         }
     }
 
