@@ -38,37 +38,6 @@ __device__ __forceinline__ int query_lane(int lane) {
     return C::kRows == 4 ? lane / 8 * 4 + lane % 4 : lane;
 }
 
-template <class C>
-__device__ __forceinline__ void rotate(float (&x)[C::kPairs][8], int lane) {
-#pragma unroll
-    for (int i = 0; i < C::kPairs; ++i) {
-#pragma unroll
-        for (int step = 1; step < 8; step *= 2) {
-#pragma unroll
-            for (int k = 0; k < 8; ++k) {
-                if ((k & step) == 0) butterfly(x[i][k], x[i][k + step]);
-            }
-        }
-#pragma unroll
-        for (int k = 0; k < 8; ++k) x[i][k] = across(across(x[i][k], 1, lane), 2, lane);
-    }
-#pragma unroll
-    for (int step = 1; step < C::kPairs; step *= 2) {
-#pragma unroll
-        for (int i = 0; i < C::kPairs; ++i) {
-#pragma unroll
-            for (int k = 0; k < 8; ++k) {
-                if ((i & step) == 0) butterfly(x[i][k], x[i + step][k]);
-            }
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < C::kPairs; ++i) {
-#pragma unroll
-        for (int k = 0; k < 8; ++k) x[i][k] *= hadamard_norm<C>();
-    }
-}
-
 // largest < 2^exponent, so |q * 2^-exponent| < 1 and q * key scale stays below the largest fp16 scale.
 __device__ __forceinline__ int exponent_of(float largest, int least) {
     largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, 1));
@@ -77,17 +46,123 @@ __device__ __forceinline__ int exponent_of(float largest, int least) {
 }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(unsigned(127 + exponent) << 23); }
 
+// The Hadamard of raw queries on the tensor cores, not yet normalised. Sixteen channels of a row are a row of A, so that
+// B is signs, and four of the stages are one product; the others are left to sums:
+//
+//   channel          32 i + 8 column + 4 half + place
+//   row of A         (query row, half); of four rows it is lane / 4, of eight the halves are lane / 4 and lane / 4 + 8
+//   in the product   column, place
+//   sums             half, i
+//
+// Of four rows a lane keeps one half, 4 * (lane / 4 % 2) on, of each 32 channels, of eight both.
+template <class C>
+constexpr int kRotated = C::kRows == 4 ? 4 : 8;
+template <class C>
+__device__ __forceinline__ void rotate_queries(const RawQueries<C>& raw, float (&x)[C::kPairs][kRotated<C>], int lane) {
+    // Where (column, place) meets itself: -1 to the power of the bits that both have.
+    const unsigned column = lane & 3, to = lane >> 2;
+    uint32_t signs = C::kBf16 ? 0x3F803F80u : 0x3C003C00u;
+    if (__popc(column & to >> 1) & 1) signs ^= 0x80008000u;
+    signs ^= to << 31;
+    const auto product = [&](uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, float* first, float* second) {
+        float low[4] = {}, high[4] = {};  // places 0 and 1, 2 and 3
+        mma<C::kBf16>(low, a0, a1, a2, a3, signs, signs);
+        mma<C::kBf16>(high, a0, a1, a2, a3, signs, signs ^ 0x80008000u);
+        first[0] = low[0], first[1] = low[1], first[2] = high[0], first[3] = high[1];
+        second[0] = low[2], second[1] = low[3], second[2] = high[2], second[3] = high[3];
+    };
+    if constexpr (C::kRows == 4) {
+        const bool half = lane & 4;
+        const auto word = [&](int i, int k) { return half ? raw.word(i, k + 2) : raw.word(i, k); };
+#pragma unroll
+        for (int i = 0; i < C::kPairs; i += 2) {
+            product(word(i, 0), word(i + 1, 0), word(i, 1), word(i + 1, 1), x[i], x[i + 1]);
+        }
+#pragma unroll
+        for (int i = 0; i < C::kPairs; ++i) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) x[i][k] = across(x[i][k], 4, lane);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < C::kPairs; ++i) {
+            product(raw.word(i, 0), raw.word(i, 2), raw.word(i, 1), raw.word(i, 3), x[i], x[i] + 4);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) butterfly(x[i][k], x[i][k + 4]);
+        }
+    }
+#pragma unroll
+    for (int step = 1; step < C::kPairs; step *= 2) {
+#pragma unroll
+        for (int i = 0; i < C::kPairs; ++i) {
+#pragma unroll
+            for (int k = 0; k < kRotated<C>; ++k) {
+                if ((i & step) == 0) butterfly(x[i][k], x[i + step][k]);
+            }
+        }
+    }
+}
+
+// What word k of a vector, k-step 2i + k % 2 and half k / 2 of the depth, is multiplied by beside 2^-exponent.
+template <class C>
+__device__ __forceinline__ float key_unit(int i, int k) {
+    return 1.0f / float(1 << C::key_power(2 * i + k % 2, k / 2));
+}
+// Rows times `norm` as B operands in `to`: the lane's eight numbers, or four (rotate_queries), of each 32. Returns the exponent.
+template <class C, int N>
+__device__ __forceinline__ int store_operands(const float (&x)[C::kPairs][N], float norm,
+                                              uint32_t (*to)[C::kQueryLanes][4], int lane) {
+    float largest = 0;
+#pragma unroll
+    for (int i = 0; i < C::kPairs; ++i) {
+#pragma unroll
+        for (int k = 0; k < N; ++k) largest = fmaxf(largest, fabsf(x[i][k]));
+    }
+    if (N == 4) largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, 4));
+    const int exponent = exponent_of(largest * norm, -90);
+    const float down = power_of_two(-exponent) * norm;
+    const bool upper = N == 4 && (lane & 4) != 0;
+#pragma unroll
+    for (int i = 0; i < C::kPairs; ++i) {
+        uint32_t q[N / 2];
+#pragma unroll
+        for (int k = 0; k < N / 2; ++k) {
+            const float by = down * (upper ? key_unit<C>(i, k + 2) : key_unit<C>(i, k));
+            q[k] = to_pair(x[i][2 * k] * by, x[i][2 * k + 1] * by);
+        }
+        uint32_t* const at = to[i][query_lane<C>(lane)];
+        if constexpr (N == 8) {
+            *reinterpret_cast<uint4*>(at) = make_uint4(q[0], q[2], q[1], q[3]);
+        } else {
+            at[upper] = q[0], at[upper + 2] = q[1];
+        }
+    }
+    return exponent;
+}
+
 // Leaves q * 2^-exponent * 2^-step_power as B operands in `to`; returns 2^(exponent + 24) of the thread's row. A function
 // of its own, so that its instructions are in the cache when a later segment begins: fetched behind pages they would
 // take microseconds.
 template <class C>
 __device__ __noinline__ float prepare_queries(RawQueries<C> raw, bool rotated, uint32_t (*to)[C::kQueryLanes][4],
                                               int lane) {
-    // Word k of a vector: k-step 2i + k % 2, half k / 2 of the depth.
-    const auto power_at = [](int i, int k) { return 1.0f / float(1 << C::key_power(2 * i + k % 2, k / 2)); };
     int exponent;
-    uint32_t q[C::kPairs][4];
-    if (!C::kBf16 && !rotated) {
+    if (rotated) {
+        float x[C::kPairs][kRotated<C>];
+        rotate_queries<C>(raw, x, lane);
+        exponent = store_operands<C>(x, hadamard_norm<C>(), to, lane);
+    } else if constexpr (C::kBf16) {
+        float x[C::kPairs][8];
+#pragma unroll
+        for (int i = 0; i < C::kPairs; ++i) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float2 pair = from_pair<true>(raw.word(i, k));
+                x[i][2 * k] = pair.x, x[i][2 * k + 1] = pair.y;
+            }
+        }
+        exponent = store_operands<C>(x, 1.0f, to, lane);
+    } else {
         uint32_t largest = 0;  // a pair
 #pragma unroll
         for (int i = 0; i < C::kPairs; ++i) {
@@ -99,43 +174,13 @@ __device__ __noinline__ float prepare_queries(RawQueries<C> raw, bool rotated, u
         const float down = power_of_two(-exponent);
 #pragma unroll
         for (int i = 0; i < C::kPairs; ++i) {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const float power = down * power_at(i, k);
-                q[i][k] = mul_half2(raw.word(i, k), to_pair(power, power));
-            }
+            const auto scaled = [&](int k) {
+                const float by = down * key_unit<C>(i, k);
+                return mul_half2(raw.word(i, k), to_pair(by, by));
+            };
+            *reinterpret_cast<uint4*>(to[i][query_lane<C>(lane)]) =
+                make_uint4(scaled(0), scaled(2), scaled(1), scaled(3));
         }
-    } else {
-        float x[C::kPairs][8];
-#pragma unroll
-        for (int i = 0; i < C::kPairs; ++i) {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const float2 pair = from_pair<C::kBf16>(raw.word(i, k));
-                x[i][2 * k] = pair.x, x[i][2 * k + 1] = pair.y;
-            }
-        }
-        if (rotated) rotate<C>(x, lane);
-        float largest = 0;
-#pragma unroll
-        for (int i = 0; i < C::kPairs; ++i) {
-#pragma unroll
-            for (int k = 0; k < 8; ++k) largest = fmaxf(largest, fabsf(x[i][k]));
-        }
-        exponent = exponent_of(largest, -90);
-        const float down = power_of_two(-exponent);
-#pragma unroll
-        for (int i = 0; i < C::kPairs; ++i) {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const float power = down * power_at(i, k);
-                q[i][k] = to_pair(x[i][2 * k] * power, x[i][2 * k + 1] * power);
-            }
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < C::kPairs; ++i) {
-        *reinterpret_cast<uint4*>(to[i][query_lane<C>(lane)]) = make_uint4(q[i][0], q[i][2], q[i][1], q[i][3]);
     }
     __syncwarp();
     return power_of_two(24 + exponent);

@@ -349,7 +349,7 @@ template <class C>
 __device__ __forceinline__ void rotate_back(State<C>& s) {
     const int lane = fresh_lane();
     for_rows(s, [&](int r, int h, float (&x)[C::kPairs][8]) {
-        fast::rotate<C>(x, lane);
+        rotate_row<C>(x, lane);
 #pragma unroll
         for (int i = 0; i < C::kPairs; ++i) {
 #pragma unroll

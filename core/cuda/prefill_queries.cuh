@@ -6,6 +6,38 @@
 
 namespace kivi::cuda::prompt {
 
+// A row of four lanes, channels 32 i + 8 (lane % 4) + 0..7 of each, to the basis of storage, or back.
+template <class C>
+__device__ __forceinline__ void rotate_row(float (&x)[C::kPairs][8], int lane) {
+#pragma unroll
+    for (int i = 0; i < C::kPairs; ++i) {
+#pragma unroll
+        for (int step = 1; step < 8; step *= 2) {
+#pragma unroll
+            for (int k = 0; k < 8; ++k) {
+                if ((k & step) == 0) fast::butterfly(x[i][k], x[i][k + step]);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < 8; ++k) x[i][k] = fast::across(fast::across(x[i][k], 1, lane), 2, lane);
+    }
+#pragma unroll
+    for (int step = 1; step < C::kPairs; step *= 2) {
+#pragma unroll
+        for (int i = 0; i < C::kPairs; ++i) {
+#pragma unroll
+            for (int k = 0; k < 8; ++k) {
+                if ((i & step) == 0) fast::butterfly(x[i][k], x[i + step][k]);
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < C::kPairs; ++i) {
+#pragma unroll
+        for (int k = 0; k < 8; ++k) x[i][k] *= fast::hadamard_norm<C>();
+    }
+}
+
 // By four lanes of a warp each: row `index` of the sequence and KV head, of `rows`; a row that does not exist is zeros.
 template <class C>
 struct QueryRow {
@@ -30,7 +62,7 @@ struct QueryRow {
                 x[i][2 * k] = both.x, x[i][2 * k + 1] = both.y;
             }
         }
-        if (rotated) fast::rotate<C>(x, lane);
+        if (rotated) rotate_row<C>(x, lane);
         float largest = 0;
 #pragma unroll
         for (int i = 0; i < C::kPairs; ++i) {
