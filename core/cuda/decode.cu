@@ -80,12 +80,15 @@ fast::DecodeArgs arguments(const AttendArgs& args, int32_t blocks) {
     p.scale_log2 = args.scale * fast::kLog2E;
     p.window_left = static_cast<int32_t>(std::min<int64_t>(args.window_left, 1 << 30));
     p.unseen = p.tokens - 1;
-    p.own = static_cast<bool>(args.k);
+    p.in_tail = args.k && p.tokens == 1 && layer.key.windows.schedule == KIVI_SCHEDULE_ROLLING;
+    p.own = args.k && !p.in_tail;
     p.keeps = args.keeps;
     if (p.keeps) p.layer = layer;
-    if (p.own) {
+    if (args.k) {
         p.k = args.k;
         p.v = args.v;
+    }
+    if (p.own) {
         p.unseen = 0;
         if (p.window_left >= 0) p.window_left -= p.tokens;
     }
@@ -227,7 +230,8 @@ bool decode_takes(const AttendArgs& args) {
 bool decode_keeps(const AttendArgs& args) {
     const Layer& layer = args.layer;
     return args.k && !args.invariant && args.batch.max_count == 1 && layer.steps && layer.key.spec().bits != 16 &&
-           layer.key.windows.schedule == KIVI_SCHEDULE_ROLLING && layer.feedback.order == nullptr && decode_takes(args);
+           layer.key.windows.schedule == KIVI_SCHEDULE_ROLLING && layer.key.windows.recent > 0 &&
+           layer.feedback.order == nullptr && decode_takes(args);
 }
 
 int32_t decode_max_count(const Layer& layer) {

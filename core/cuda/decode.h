@@ -15,8 +15,8 @@ const char* why_not_decode(const TensorStore& key, const TensorStore& value, int
 bool decode_reads(const AttendArgs& args);
 // Whether it takes the call: its rows have the same number of tokens, or none, and few enough.
 bool decode_takes(const AttendArgs& args);
-// Whether it also appends the call's keys and values (decode_keep.cuh): one token a row, rolling schedule, nearest
-// rounding. A sequence must stand in one launch of a call only: the host sees to it.
+// Whether it also appends the call's keys and values (decode_new_rows.cuh): one token a row, rolling schedule with a
+// recent window, nearest rounding. A sequence must stand in one launch of a call only: the host sees to it.
 bool decode_keeps(const AttendArgs& args);
 // Tokens that a row can have at most.
 int32_t decode_max_count(const Layer& layer);

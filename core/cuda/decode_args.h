@@ -46,8 +46,9 @@ struct DecodeCall {
     bool on_device, ragged, rotated_keys, rotated_values;
     bool invariant;  // the line is cut into runs
     bool clustered;  // the launch has a cluster for each segment
-    bool own;        // keys and values come with the call,
-    bool keeps;      // and are appended by it, one token a row (decode_keep.cuh)
+    bool own;        // keys and values come with the call, as terms of their own (decode_output.cuh),
+    bool in_tail;    // or, one token a row, as the tail's last row (decode_new_rows.cuh),
+    bool keeps;      // and are appended by it
     bool ahead;      // it begins with the cache before the kernels in front have ended
     const uint8_t* pages;
     const uint8_t *sink_keys, *sink_values, *tail_keys, *tail_values;

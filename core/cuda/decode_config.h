@@ -99,10 +99,6 @@ struct Config {
     static constexpr int kRowVectors = DIM > 128 ? DIM / 128 : 1;  // of four channels a lane
     static_assert(kPartialFloats * 4 <= kStages * kSlotBytes, "a warp leaves its partial in its ring");
 
-    // New rows of the call that wait in shared memory: where there is little, most blocks still need not more.
-    static constexpr int kNewRows = kRows == 8 ? 1 : kWarps;
-    static constexpr bool kHoldsLayer = kRows != 8;
-
     // Runs (decode_runs.cuh): visits of one, longer where its result is large beside them or visits are short; bytes in
     // the workspace, with tickets.
     static constexpr unsigned kRunVisits = kRows == 16 || kPlain ? 8 : 4;

@@ -16,10 +16,10 @@
 #include "cuda/decode_args.h"
 #include "cuda/decode_cluster.cuh"
 #include "cuda/decode_instructions.cuh"
-#include "cuda/decode_keep.cuh"
 #include "cuda/decode_line.cuh"
 #include "cuda/decode_merge.cuh"
 #include "cuda/decode_middle.cuh"
+#include "cuda/decode_new_rows.cuh"
 #include "cuda/decode_output.cuh"
 #include "cuda/decode_pages.cuh"
 #include "cuda/decode_plan.cuh"
@@ -45,7 +45,6 @@ __device__ __forceinline__ void attend_piece(const DecodeArgs& p, SharedStorage<
     const uint32_t full = shared_address(shared.full[warp]);
     if (lane == 0) {
         for (int i = 0; i < C::kStages; ++i) barrier_init(full + 8 * i);
-        if (can_keep<C>() && warp < C::kNewRows) barrier_init(shared_address(&shared.new_full[warp]));
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     if (lane < 2) shared.deposits[warp + 16 * lane].segment = -1;
@@ -63,11 +62,9 @@ __device__ __forceinline__ void attend_piece(const DecodeArgs& p, SharedStorage<
         const BatchRow row = r < batch_rows ? read_row<C>(p, r) : BatchRow{};
         shared.rows[r] = row;
         place_row<C>(shared, worker, lane, row.weight * kv_heads);
-    } else if (p.own) {
+    } else if (p.own || p.in_tail) {
         if (worker == 2) copy_parameters<DecodeCall>(shared.call, p, lane);
-        if constexpr (C::kHoldsLayer) {
-            if (worker == 3) copy_parameters(shared.layers[0], p.layer, lane);
-        }
+        if (worker == 3 && p.keeps) copy_parameters(shared.layer, p.layer, lane);
     }
     __syncthreads();
     // Every warp finds its own place on the line.
@@ -75,7 +72,7 @@ __device__ __forceinline__ void attend_piece(const DecodeArgs& p, SharedStorage<
     const unsigned slice_begin = block.begin + block.weight * warp / C::kWarps;
     const unsigned slice_end = block.begin + block.weight * (warp + 1) / C::kWarps;
     const bool works = slice_begin < slice_end;
-    if (threadIdx.x == 0) shared.block = block, shared.next_new = 0;
+    if (threadIdx.x == 0) shared.block = block, shared.next_item = 0;
     int first_segment = -1;
     Seen seen;
     RawQueries<C> queries;
@@ -93,24 +90,24 @@ __device__ __forceinline__ void attend_piece(const DecodeArgs& p, SharedStorage<
         const Visit v = planned<C>(shared, warp, number);
         if (v.segment >= 0 && elected()) copy_visit<C>(shared, p, v, number, number > 0, warp);
     };
-    if (works && p.ahead) ask(0);
-    const uint8_t* new_row = nullptr;
-    if constexpr (can_keep<C>()) {
-        if (p.keeps) {
-            if (worker >= C::kWarps - 2) find_room<C>(shared, layer_of<C>(p, shared), C::kWarps - 1 - worker, lane);
-            if (warp < C::kNewRows) new_row = find_new_row<C>(shared, warp);
+    const auto ask_new_row = [&](int number) {  // the same for the call's row
+        if (C::kPublished || !p.in_tail) return;
+        const Visit v = planned<C>(shared, warp, number);
+        if (v.segment >= 0 && info_has_new_row(v.info) && elected()) {
+            copy_new_row<C>(shared, v.segment, v.info, number, warp);
         }
+    };
+    if (works && p.ahead) ask(0);
+    if constexpr (can_keep<C>()) {
+        if (p.keeps && worker >= C::kWarps - 2) find_room<C>(shared, C::kWarps - 1 - worker, lane);
     }
     if (p.ahead) {
         begin();
         if (works) queries = fetch_queries<C>(p, shared, first_segment, 0, lane);
+    } else if (works) {
+        ask(0);
     }
-    if (new_row != nullptr && elected()) {
-        const uint32_t bar = shared_address(&shared.new_full[warp]);
-        barrier_expect(bar, C::kRowBytes);
-        bulk_copy(shared_address(shared.new_rows[warp]), new_row, C::kRowBytes, bar);
-    }
-    if (works && !p.ahead) ask(0);
+    if (works) ask_new_row(0);
     if (works) {
         prepare_segment<C>(p, shared, queries, first_segment, warp, lane);
         if (lane == 0) {
@@ -137,7 +134,7 @@ __device__ __forceinline__ void attend_piece(const DecodeArgs& p, SharedStorage<
     if (shared.block.weight == 0 && shared.block.segment < 0 && !p.keeps) return;
     // All first visits before anyone's second: warps that get their first one late finish late.
     static_assert(C::kStages == 2, "a second visit");
-    if (works) ask(1);
+    if (works) ask(1), ask_new_row(1);
 
     HeadState<C> state;
     KeyContext<C> key;
@@ -202,6 +199,11 @@ __device__ __forceinline__ void attend_piece(const DecodeArgs& p, SharedStorage<
         if (C::kPublished && info_kind(info) == kMiddle) {
             if constexpr (C::kPublished) visit_middle<C>(state, shared, p, shared.ring[warp][stage], info, warp, lane);
         } else if (C::kPlain || info_kind(info) != kPage) {
+            if constexpr (!C::kPublished) {
+                if (info_has_new_row(info)) {
+                    take_new_row<C>(shared, shared.ring[warp][stage] + (info_valid(info) - 1) * C::kRowBytes, segment);
+                }
+            }
             visit_window<C>(state, shared, p, shared.ring[warp][stage], info, warp, lane);
         } else if constexpr (!C::kPlain) {
             visit_page<C>(state, key, shared, p, shared.ring[warp][stage], info, visit > 0 && info_part<C>(info) > 0,
@@ -220,15 +222,18 @@ __device__ __forceinline__ void attend_piece(const DecodeArgs& p, SharedStorage<
         const Visit v = planned<C>(shared, warp, wanted);
         if (elected()) {
             if (v.segment >= 0) copy_visit<C>(shared, p, v, stage, true, warp);
+            if (!C::kPublished && v.segment >= 0 && info_has_new_row(v.info)) {
+                copy_new_row<C>(shared, v.segment, v.info, stage, warp);
+            }
         }
     }
 
     if constexpr (can_keep<C>()) {
-        if (p.keeps) keep_rows<C>(shared, layer_of<C>(p, shared), warp, lane);
+        if (p.keeps && (shared.packs.half[0] | shared.packs.half[1]) != 0) pack_rows<C>(shared, warp, lane);
     }
     __syncthreads();
     if constexpr (can_keep<C>()) {
-        if (p.keeps && worker == C::kWarps - 1) move_rows_on<C>(shared, layer_of<C>(p, shared), lane);
+        if (p.keeps && worker == C::kWarps - 1) move_rows_on<C>(shared, lane);
     }
     if (p.invariant) {
         merge_runs<C>(p, shared, worker, lane);

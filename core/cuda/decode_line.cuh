@@ -25,7 +25,9 @@ namespace kivi::cuda::fast {
 // A row of the batch, read once by one thread and then kept in shared memory.
 struct alignas(16) BatchRow {
     int sequence;            // of the cache; -1 if the row is to be skipped
-    int sink, packed, tail;  // tokens; all 0 in a row that is skipped. kPublished: `sink` are those of the middle
+    // Tokens; all 0 in a row that is skipped. The tail has that of the call too, if DecodeCall::in_tail; kPublished: `sink`
+    // are those of the middle.
+    int sink, packed, tail;
     int index, offset;       // where it lies in tensors: as a row of rank 4, behind so many tokens in rank 3
     unsigned weight;         // of each of its KV heads on the line
     int skip;                // visits to pages that no query sees any more, whole key groups
@@ -100,7 +102,7 @@ __device__ __forceinline__ BatchRow read_row(const DecodeArgs& p, int r) {
             row.sink = min(length, p.sink);
             row.packed = min(max(border - p.sink, 0), length - row.sink);
         }
-        row.tail = length - row.sink - row.packed;
+        row.tail = length - row.sink - row.packed + (p.in_tail ? 1 : 0);
         if (p.window_left >= 0) {
             constexpr int kTokens = C::kVisitTokens > C::kKeyGroup ? C::kVisitTokens : C::kKeyGroup;
             row.skip = min(max(window_begin(p, row) - row.before<C>(), 0), row.packed) / kTokens *
@@ -195,7 +197,7 @@ struct Places {
 // Visit::segment has the row in its upper half and the head in its lower one. The bits of Visit::info, by kind:
 //
 //   bits   | 31      27 | 26     22 | 21 | 20  | 19 18 | 17 16 | 15   8 | 7    0 |
-//   rows   |    cut     | straight  |last|opens|       | kind  |  left  | valid  |
+//   rows   |    cut     | straight  |last|opens|  new  | kind  |  left  | valid  |
 //   middle |    cut     |  hidden   |last|opens| block | kind  |  left  |  part  |
 //   bits   | 31 | 30  | 29       22 | 21 | 20  | 19 18 | 17 16 | 15   8 | 7    0 |
 //   page   |    |plain|     cut     |last|opens| block | kind  |  left  | valid  |
@@ -211,6 +213,9 @@ constexpr int kOpens = 1 << 20;  // the warp's first visit to its segment, or of
 __device__ __forceinline__ bool info_opens(int i) { return (i & kOpens) != 0; }
 __device__ __forceinline__ bool info_last(int i) { return i >> 21 & 1; }     // of its segment
 __device__ __forceinline__ int info_straight(int i) { return i >> 22 & 31; }  // of rows: tokens before the ring's end
+// Of rows: the last token is the call's. Pages of 16 bits have none.
+constexpr int kNewRow = 1 << 18;
+__device__ __forceinline__ bool info_has_new_row(int i) { return info_kind(i) != kPage && (i & kNewRow) != 0; }
 // Of the middle: tokens before its first one; which kWindowTokens of the block it has, in place of those that exist.
 __device__ __forceinline__ int info_hidden(int i) { return i >> 22 & 31; }
 __device__ __forceinline__ int info_part_of_block(int i) { return i & 255; }

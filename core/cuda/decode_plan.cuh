@@ -9,6 +9,7 @@
 #include "cuda/decode_instructions.cuh"
 #include "cuda/decode_line.cuh"
 #include "cuda/decode_shared.cuh"
+#include "cuda/step_rows.cuh"
 
 namespace kivi::cuda::fast {
 
@@ -145,10 +146,11 @@ __device__ __forceinline__ void plan_visits(SharedStorage<C>& shared, const Deco
             const int left = min(255, (tail ? row.tail : row.total()) - token);
             const unsigned capacity = tail ? p.tail_rows : p.sink;
             const unsigned place = tail ? (row.packed + token) % capacity : token;
-            const int straight = min(valid, static_cast<int>(capacity - place));
+            const bool has_new_row = p.in_tail && tail && token + valid == row.tail;
+            const int straight = min(valid - (has_new_row ? 1 : 0), static_cast<int>(capacity - place));
             v.source = (tail ? p.tail_keys : p.sink_keys) +
                        ((int64_t{row.sequence} * kv_heads + head) * capacity + place) * C::kRowBytes;
-            v.info = valid | left << 8 | (tail ? kTail : kSink) << 16 | straight << 22 |
+            v.info = valid | left << 8 | (tail ? kTail : kSink) << 16 | (has_new_row ? kNewRow : 0) | straight << 22 |
                      cut(tail ? row.sink + row.packed + token : token, 31) << 27 | flags;
         } else if constexpr (C::kPlain) {
             const int valid = min(C::kWindowTokens, row.packed - in_pages);
@@ -224,8 +226,20 @@ __device__ __forceinline__ void for_each_piece(const DecodeArgs& p, const Visit&
     use(C::kKeyBytes, v.source + apart, C::kValueBytes);
 }
 
-// Asks for a visit's bytes; by one lane. A visit that follows one to the same key group does not need its parameters
-// again.
+// Asks for the call's row, the last of a visit; by one lane. It has been counted among the visit's bytes.
+template <class C>
+__device__ __noinline__ void copy_new_row(SharedStorage<C>& shared, int segment, int info, int stage, int warp) {
+    const DecodeCall& call = shared.call;
+    const BatchRow& at = shared.rows[row_of(segment)];
+    const uint32_t to = shared_address(shared.ring[warp][stage]) + (info_valid(info) - 1) * C::kRowBytes;
+    const uint32_t bar = shared_address(&shared.full[warp][stage]);
+    const int keys = 2 * head_of(segment);
+    bulk_copy(to, new_row_of(call.k, call.v, at, keys), C::kRowBytes, bar);
+    bulk_copy(to + C::kWindowHalf, new_row_of(call.k, call.v, at, keys + 1), C::kRowBytes, bar);
+}
+
+// Asks for a visit's bytes, but for the call's row; by one lane. A visit that follows one to the same key group does not
+// need its parameters again.
 template <class C>
 __device__ __forceinline__ void copy_visit(SharedStorage<C>& shared, const DecodeArgs& p, Visit v, int stage,
                                            bool follows, int warp) {
@@ -239,11 +253,13 @@ __device__ __forceinline__ void copy_visit(SharedStorage<C>& shared, const Decod
             info_kind(v.info) == kRows
                 ? v.source + p.value_offset
                 : (tail ? p.tail_values : p.sink_values) + (v.source - (tail ? p.tail_keys : p.sink_keys));
-        const uint32_t straight = info_straight(v.info) * C::kRowBytes;
-        const uint32_t rest = info_valid(v.info) * C::kRowBytes - straight;
-        barrier_expect(bar, 2 * (straight + rest));
-        bulk_copy(to, v.source, straight, bar);
-        bulk_copy(to + C::kWindowHalf, values, straight, bar);
+        const uint32_t straight = info_straight(v.info) * C::kRowBytes, all = info_valid(v.info) * C::kRowBytes;
+        const uint32_t rest = all - straight - (info_has_new_row(v.info) ? C::kRowBytes : 0);
+        barrier_expect(bar, 2 * all);
+        if (straight > 0) {  // or the call's is the visit's only row
+            bulk_copy(to, v.source, straight, bar);
+            bulk_copy(to + C::kWindowHalf, values, straight, bar);
+        }
         if (rest > 0) {  // the ring goes on at its beginning
             const int64_t back = int64_t{p.tail_rows} * C::kRowBytes - straight;
             bulk_copy(to + straight, v.source - back, rest, bar);

@@ -49,54 +49,50 @@ __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_f
 // The Hadamard of raw queries on the tensor cores, not yet normalised. Sixteen channels of a row are a row of A, so that
 // B is signs, and four of the stages are one product; the others are left to sums:
 //
-//   channel          32 i + 8 column + 4 half + place
-//   row of A         (query row, half); of four rows it is lane / 4, of eight the halves are lane / 4 and lane / 4 + 8
-//   in the product   column, place
-//   sums             half, i
+//   channel          32 i + 8 column + 4 upper + 2 half + place
+//   in the product   column, upper, place
+//   sums             half, which are rows lane / 4 and lane / 4 + 8 of A, and i
 //
-// Of four rows a lane keeps one half, 4 * (lane / 4 % 2) on, of each 32 channels, of eight both.
+// Of four rows two lanes have the same numbers. One keeps those with even i, the other those with odd i: sums and
+// differences of neighbours, which are two products each.
 template <class C>
-constexpr int kRotated = C::kRows == 4 ? 4 : 8;
+constexpr int kRotated = C::kRows == 4 ? C::kPairs / 2 : C::kPairs;
 template <class C>
-__device__ __forceinline__ void rotate_queries(const RawQueries<C>& raw, float (&x)[C::kPairs][kRotated<C>], int lane) {
-    // Where (column, place) meets itself: -1 to the power of the bits that both have.
+__device__ __forceinline__ void rotate_queries(const RawQueries<C>& raw, float (&x)[kRotated<C>][8], int lane) {
+    constexpr uint32_t kBothSigns = 0x80008000u;
+    // Where (column, upper, place) meets itself: -1 to the power of the bits that both have.
     const unsigned column = lane & 3, to = lane >> 2;
     uint32_t signs = C::kBf16 ? 0x3F803F80u : 0x3C003C00u;
-    if (__popc(column & to >> 1) & 1) signs ^= 0x80008000u;
+    if (__popc(column & to >> 1) & 1) signs ^= kBothSigns;
     signs ^= to << 31;
-    const auto product = [&](uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, float* first, float* second) {
-        float low[4] = {}, high[4] = {};  // places 0 and 1, 2 and 3
-        mma<C::kBf16>(low, a0, a1, a2, a3, signs, signs);
-        mma<C::kBf16>(high, a0, a1, a2, a3, signs, signs ^ 0x80008000u);
-        first[0] = low[0], first[1] = low[1], first[2] = high[0], first[3] = high[1];
-        second[0] = low[2], second[1] = low[3], second[2] = high[2], second[3] = high[3];
-    };
-    if constexpr (C::kRows == 4) {
-        const bool half = lane & 4;
-        const auto word = [&](int i, int k) { return half ? raw.word(i, k + 2) : raw.word(i, k); };
 #pragma unroll
-        for (int i = 0; i < C::kPairs; i += 2) {
-            product(word(i, 0), word(i + 1, 0), word(i, 1), word(i + 1, 1), x[i], x[i + 1]);
+    for (int i = 0; i < kRotated<C>; ++i) {
+        float lower[4] = {}, upper[4] = {};
+        const auto add = [&](int number, uint32_t sign) {
+            uint32_t a[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) a[k] = raw.word(number, k) ^ sign;
+            mma<C::kBf16>(lower, a[0], a[1], a[2], a[3], signs, signs);
+            mma<C::kBf16>(upper, a[0], a[1], a[2], a[3], signs, signs ^ kBothSigns);
+        };
+        if constexpr (C::kRows == 4) {
+            add(2 * i, 0), add(2 * i + 1, (lane & 4) != 0 ? kBothSigns : 0);
+        } else {
+            add(i, 0);
         }
 #pragma unroll
-        for (int i = 0; i < C::kPairs; ++i) {
+        for (int k = 0; k < 4; ++k) x[i][k] = lower[k], x[i][k + 4] = upper[k];
 #pragma unroll
-            for (int k = 0; k < 4; ++k) x[i][k] = across(x[i][k], 4, lane);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < C::kPairs; ++i) {
-            product(raw.word(i, 0), raw.word(i, 2), raw.word(i, 1), raw.word(i, 3), x[i], x[i] + 4);
-#pragma unroll
-            for (int k = 0; k < 4; ++k) butterfly(x[i][k], x[i][k + 4]);
+        for (int k = 0; k < 8; ++k) {
+            if ((k & 2) == 0) butterfly(x[i][k], x[i][k + 2]);
         }
     }
 #pragma unroll
-    for (int step = 1; step < C::kPairs; step *= 2) {
+    for (int step = 1; step < kRotated<C>; step *= 2) {
 #pragma unroll
-        for (int i = 0; i < C::kPairs; ++i) {
+        for (int i = 0; i < kRotated<C>; ++i) {
 #pragma unroll
-            for (int k = 0; k < kRotated<C>; ++k) {
+            for (int k = 0; k < 8; ++k) {
                 if ((i & step) == 0) butterfly(x[i][k], x[i + step][k]);
             }
         }
@@ -108,34 +104,32 @@ template <class C>
 __device__ __forceinline__ float key_unit(int i, int k) {
     return 1.0f / float(1 << C::key_power(2 * i + k % 2, k / 2));
 }
-// Rows times `norm` as B operands in `to`: the lane's eight numbers, or four (rotate_queries), of each 32. Returns the exponent.
+// Rows times `norm` as B operands in `to`: eight numbers of each 32 a lane, or of every other 32 (rotate_queries). Returns
+// the exponent.
 template <class C, int N>
-__device__ __forceinline__ int store_operands(const float (&x)[C::kPairs][N], float norm,
-                                              uint32_t (*to)[C::kQueryLanes][4], int lane) {
-    float largest = 0;
+__device__ __forceinline__ int store_operands(const float (&x)[N][8], float norm, uint32_t (*to)[C::kQueryLanes][4],
+                                              int lane) {
+    constexpr int kApart = C::kPairs / N;
+    const bool odd = kApart == 2 && (lane & 4) != 0;
+    float largest[2] = {};  // of two chains
 #pragma unroll
-    for (int i = 0; i < C::kPairs; ++i) {
+    for (int i = 0; i < N; ++i) {
 #pragma unroll
-        for (int k = 0; k < N; ++k) largest = fmaxf(largest, fabsf(x[i][k]));
+        for (int k = 0; k < 8; ++k) largest[k % 2] = fmaxf(largest[k % 2], fabsf(x[i][k]));
     }
-    if (N == 4) largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, 4));
-    const int exponent = exponent_of(largest * norm, -90);
+    largest[0] = fmaxf(largest[0], largest[1]);
+    if (kApart == 2) largest[0] = fmaxf(largest[0], __shfl_xor_sync(kAll, largest[0], 4));
+    const int exponent = exponent_of(largest[0] * norm, -90);
     const float down = power_of_two(-exponent) * norm;
-    const bool upper = N == 4 && (lane & 4) != 0;
+    uint32_t(*const at)[C::kQueryLanes][4] = to + (odd ? 1 : 0);
 #pragma unroll
-    for (int i = 0; i < C::kPairs; ++i) {
-        uint32_t q[N / 2];
-#pragma unroll
-        for (int k = 0; k < N / 2; ++k) {
-            const float by = down * (upper ? key_unit<C>(i, k + 2) : key_unit<C>(i, k));
-            q[k] = to_pair(x[i][2 * k] * by, x[i][2 * k + 1] * by);
-        }
-        uint32_t* const at = to[i][query_lane<C>(lane)];
-        if constexpr (N == 8) {
-            *reinterpret_cast<uint4*>(at) = make_uint4(q[0], q[2], q[1], q[3]);
-        } else {
-            at[upper] = q[0], at[upper + 2] = q[1];
-        }
+    for (int i = 0; i < N; ++i) {
+        const auto rounded = [&](int k) {
+            const float by = down * (odd ? key_unit<C>(kApart * i + 1, k) : key_unit<C>(kApart * i, k));
+            return to_pair(x[i][2 * k] * by, x[i][2 * k + 1] * by);
+        };
+        *reinterpret_cast<uint4*>(at[kApart * i][query_lane<C>(lane)]) =
+            make_uint4(rounded(0), rounded(2), rounded(1), rounded(3));
     }
     return exponent;
 }
@@ -148,7 +142,7 @@ __device__ __noinline__ float prepare_queries(RawQueries<C> raw, bool rotated, u
                                               int lane) {
     int exponent;
     if (rotated) {
-        float x[C::kPairs][kRotated<C>];
+        float x[kRotated<C>][8];
         rotate_queries<C>(raw, x, lane);
         exponent = store_operands<C>(x, hadamard_norm<C>(), to, lane);
     } else if constexpr (C::kBf16) {

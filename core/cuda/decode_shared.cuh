@@ -20,7 +20,6 @@ struct SharedStorage {
     // Operand rows 4..7 of the product with up to four value mins: their "mins" are 1, which makes them sums of p.
     alignas(128) uint32_t ones[16];
     uint64_t full[C::kWarps][C::kStages];
-    uint64_t new_full[C::kNewRows];
     Visit plan[C::kWarps][32];  // visit i of the warp at [i % 32]
     BatchRow rows[kRowsAtOnce];
     unsigned row_begin[kRowsAtOnce];  // on the line; from the first row of the half on
@@ -28,13 +27,12 @@ struct SharedStorage {
     // What is not needed in the main loop waits here; registers are scarce there.
     BlockPiece block;
     // Where the call brings keys and values: what it is about, for functions of their own, which would reach parameters
-    // through memory; and, where there is room, what they are appended to.
+    // through memory; and what they are appended to.
     DecodeCall call;
-    Layer layers[C::kHoldsLayer ? 1 : 0];
-    // Of the batch's rows (decode_keep.cuh): the token is appended, pushes others behind a border, has no room.
+    Layer layer;
+    // Of the batch's rows (decode_new_rows.cuh): the token is appended, pushes others behind a border, has no room.
     RowMask keeps, packs, no_room;
-    unsigned next_new;  // number of the next new row of this block that a warp takes
-    alignas(16) uint8_t new_rows[C::kNewRows][C::kRowBytes];  // the first ones
+    unsigned next_item;  // number of this block's next one that a warp looks at, see pack_rows
     Slice slices[C::kWarps];
     Seen seen[C::kWarps];       // what the warp is working on
     int from_start[C::kWarps];  // the warp began with the segment's first visit

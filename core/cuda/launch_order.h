@@ -13,7 +13,7 @@
 // what a graph begins with waits for all that was enqueued before its launch, so inside of a capture changes made
 // outside do not matter.
 //
-// A kernel may be both: a step's (decode_keep.cuh). It is noted as a gate first, then as a change, so that what follows on
+// A kernel may be both: a step's (decode_new_rows.cuh). It is noted as a gate first, then as a change, so that what follows on
 // its own layer waits.
 #pragma once
 #include <cstdint>

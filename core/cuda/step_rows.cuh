@@ -29,7 +29,7 @@ __device__ __noinline__ RawRow<DIM> round_any_row(RawRow<DIM> row, bool rotated,
 #pragma unroll
     for (int j = 0; j < kStripes; ++j) words.words[j] = make_uint4(row.at[j].x, row.at[j].y, 0, 0);
     x.set(words, P::kType);
-    if (rotated && round_row(x, DIM, true, P::kType) && lane() == 0) atomicAdd(saturated, 1);
+    if (rotated && round_row(x, DIM, true, P::kType) && lane() == 0 && saturated != nullptr) atomicAdd(saturated, 1);
 #pragma unroll
     for (int j = 0; j < kStripes; ++j) {
         uint16_t half[kLaneChannels];
@@ -129,9 +129,9 @@ struct HeadRows {
         }
     }
 
-    // As windows hold it: transformed, and with the one NaN.
-    __device__ __forceinline__ void round(Raw& raw) const {
-        const bool rotated = choose(k().rotated(), v().rotated());
+    // As windows hold it: transformed, and with the one NaN. counter(): of rows that have left the type's range, or NULL.
+    template <class Counter>
+    static __device__ __forceinline__ void round(Raw& raw, bool rotated, const Counter& counter) {
         RawRow<L::kDim> row;
 #pragma unroll
         for (int j = 0; j < kStripes; ++j) row.at[j] = raw[j];
@@ -144,10 +144,13 @@ struct HeadRows {
         if (!__all_sync(kAllLanes, both_plain<P>(most))) {
 #pragma unroll
             for (int j = 0; j < kStripes; ++j) row.at[j] = raw[j];
-            row = round_any_row<P>(row, rotated, layer.saturated);
+            row = round_any_row<P>(row, rotated, counter());
         }
 #pragma unroll
         for (int j = 0; j < kStripes; ++j) raw[j] = row.at[j];
+    }
+    __device__ __forceinline__ void round(Raw& raw) const {
+        round(raw, choose(k().rotated(), v().rotated()), [&] { return layer.saturated; });
     }
 
     __device__ __forceinline__ int sinks() const { return static_cast<int>(k().windows.sink); }

@@ -1,4 +1,4 @@
-// kivi_step on a GPU, where one kernel attends and appends (core/cuda/decode_keep.cuh), against kivi_attend with fresh
+// kivi_step on a GPU, where one kernel attends and appends (core/cuda/decode_new_rows.cuh), against kivi_attend with fresh
 // keys and values and kivi_append: results and contents bit for bit. And calls that begin while those before them still
 // run (core/cuda/launch_order.h) against the same calls with the device waited for between.
 #define DOCTEST_CONFIG_IMPLEMENT
@@ -240,6 +240,15 @@ TEST_CASE("every preset, with what a call can ask for") {
         check_steps(config_of_preset(preset, 3, 2500), {0, 2000, 200}, 30, 23, options);
         options.flags = KIVI_ATTEND_INVARIANT;
         check_steps(config_of_preset(preset, 3, 2500), {0, 2000, 200}, 10, 24, options);
+    }
+}
+
+TEST_CASE("without a recent window a token may be packed at once") {
+    for (const char* preset : {"k3v2", "kivi2-sink"}) {
+        CAPTURE(preset);
+        kivi_config config = config_of_preset(preset, 3, 900);
+        config.recent = 0;
+        check_steps(config, {0, 300, 63}, 140, 27);
     }
 }
 
