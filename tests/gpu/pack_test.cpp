@@ -12,10 +12,10 @@ using namespace gpu_test;
 
 namespace {
 
-enum class Content { usual, ties, tiny, damaged, minus_zero, constant, large, symmetric, huge };
+enum class Content { usual, ties, tiny, damaged, minus_zero, constant, large, symmetric, huge, spread };
 const char* const kContentNames[] = {
     "usual", "ties",      "tiny scales", "NaN and infinity", "-0 beside NaN", "constant channels",
-    "large", "symmetric", "huge"};
+    "large", "symmetric", "huge",       "blocks of wide range"};
 
 struct Way {
     bool rotated_keys, rotated_values, query_aware;
@@ -45,6 +45,29 @@ kivi_config config_for(const Instance& instance, const Way& way, int64_t max_tok
     return config;
 }
 
+// Sixteen neighbours whose sums of stages are exact or not, by little: `gap` is how many powers of two are between the
+// largest and the least. x: a usual number.
+float spread_number(size_t row, int channel, float x) {
+    const int block = channel / 16, place = channel % 16, other = static_cast<int>(row / 4 % 16);
+    const int gap = 7 + static_cast<int>((row / 16 + block) % 11), usual_gap = 7 + static_cast<int>(row / 4 % 11);
+    const auto of = [&](int exponent) { return std::ldexp(std::copysign(1 + std::fabs(x) / 16, x), exponent); };
+    // Two large numbers cancel in half of the results: what others were rounded by is left.
+    if (row % 4 == 0) return place == other || place == (other ^ 9) ? 1.375f : of(-usual_gap);
+    if (row % 4 == 1) return block != other % 4 ? x : of(place == other ? -gap : 0);  // one such block in a row
+    switch ((row * 5 + block) % 11) {
+        case 0: return of(place == other ? -gap : 0);
+        case 1: return of(place == other ? 0 : -gap);
+        case 2: return of(-place * gap / 15);
+        case 3: return place % 3 == 0 ? 0.0f : place % 3 == 1 ? -0.0f : of(0);
+        case 4: return place % 2 ? 0.0f : -0.0f;
+        case 5: return place == other ? of(-gap / 2) : std::round(x * 100) * 0x1p-24f;  // subnormal in f16
+        case 6: return std::round(x * 200) * 0x1p-24f;
+        case 7: return std::ldexp(std::round(x * 10), place == other ? gap - 133 : -133);  // in bf16, zero in f16
+        case 8: return place == other ? of(0) : std::ldexp(std::round(x * 10), -133);
+        default: return x;
+    }
+}
+
 std::vector<float> rows_of(Numbers& numbers, int64_t rows, int dim, Content content) {
     std::vector<float> x = numbers.rows(rows, dim);
     for (size_t i = 0; i < x.size(); ++i) {
@@ -69,6 +92,7 @@ std::vector<float> rows_of(Numbers& numbers, int64_t rows, int dim, Content cont
                                     : x[i] * 6e-8f * static_cast<float>(1 << c % 16);
                 break;
             case Content::huge: x[i] = std::fmax(-3e38f, std::fmin(3e38f, x[i] * (c % 7 < 3 ? 1e38f : 1e30f))); break;
+            case Content::spread: x[i] = spread_number(i / dim, c, x[i]); break;
             case Content::large: x[i] = std::fmax(-65000.0f, std::fmin(65000.0f, x[i] * 20000)); break;
         }
     }
@@ -191,6 +215,8 @@ TEST_CASE("ties and damaged groups of bf16") {
     check_hard_numbers(KIVI_BF16, {Content::ties, Content::damaged, Content::minus_zero});
 }
 TEST_CASE("symmetric and huge groups of bf16") { check_hard_numbers(KIVI_BF16, {Content::symmetric, Content::huge}); }
+TEST_CASE("blocks of wide range") { check_hard_numbers(KIVI_F16, {Content::spread}); }
+TEST_CASE("blocks of wide range in bf16") { check_hard_numbers(KIVI_BF16, {Content::spread}); }
 
 // Blocks go from page to page, and pages have neighbours of other heads.
 TEST_CASE("long prompts") {
