@@ -226,7 +226,7 @@ __device__ __forceinline__ int pack_tile(PackShared<C>& shared, int turn, bool o
     const int warp = threadIdx.x / kWarp;
     Tile<C::kDim>& tile = shared.tiles[warp];
     auto& groups = shared.groups[warp];
-    const int clamped_rows = rotated ? transform<P>(tile, fresh, end) : 0;
+    const int clamped_rows = rotated ? transform<P>(tile, lane(), fresh, end) : 0;
     if (of_keys) {
         pack_keys<P, C::kKeyBits, C::kDim, C::kKeyGroup>(tile, groups.keys, shared.extremes[turn], part, warp);
     } else {

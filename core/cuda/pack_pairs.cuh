@@ -32,12 +32,11 @@ struct Pairs<false> {
         asm("abs.f16x2 %0, %1;" : "=r"(r) : "r"(x));
         return r;
     }
-    static __device__ __forceinline__ uint32_t sum(uint32_t a, uint32_t b) {
+    static __device__ __forceinline__ uint32_t without_minus_zero(uint32_t x) {
         uint32_t r;
-        asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+        asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(0));
         return r;
     }
-    static __device__ __forceinline__ uint32_t without_minus_zero(uint32_t x) { return sum(x, 0); }
     static __device__ __forceinline__ uint32_t of(float low, float high) {
         uint32_t r;
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
@@ -69,12 +68,6 @@ struct Pairs<true> {
     static __device__ __forceinline__ uint32_t magnitudes(uint32_t x) {
         uint32_t r;
         asm("abs.bf16x2 %0, %1;" : "=r"(r) : "r"(x));
-        return r;
-    }
-    static __device__ __forceinline__ uint32_t sum(uint32_t a, uint32_t b) {
-        constexpr uint32_t kOnes = 0x3F803F80;
-        uint32_t r;
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(kOnes), "r"(b));
         return r;
     }
     static __device__ __forceinline__ uint32_t of(float low, float high) {

@@ -226,7 +226,7 @@ __device__ __forceinline__ int pack_keys_aware(AwareShared<P, DIM>& shared, cons
     __syncthreads();
     int clamped_rows = 0;
     if (active && share == 0) {
-        if (rotated) clamped_rows = transform<P>(tile, fresh, kBlockTokens);
+        if (rotated) clamped_rows = transform<P>(tile, lane, fresh);
         KeyExtremes<P, DIM> extremes;
         extremes.find(tile, lane);
         extremes.share(shared.extremes, sizes.group_blocks, warp, lane);

@@ -12,22 +12,21 @@ constexpr int kPackThreads = kPackWarps * kWarp;
 
 // The lane's number, made again: what follows from it is not kept ready for the next tile, which would cost registers.
 __device__ __forceinline__ int fresh_lane() {
-    unsigned thread = threadIdx.x;
+    int thread = threadIdx.x;
     asm volatile("" : "+r"(thread));
     return thread % kWarp;
 }
 
-// Four matrices of eight rows of eight numbers; lanes 8 i .. 8 i + 7 say where the rows of matrix i stand. A lane has a
-// pair of each: numbers 2 c and 2 c + 1 of row lane / 4, c = lane % 4.
-__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+__device__ __forceinline__ uint4 load_shared16(uint32_t at) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                  : "r"(at)
                  : "memory");
+    return x;
 }
-__device__ __forceinline__ void store_matrices(uint32_t at, const uint32_t (&x)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0]), "r"(x[1]),
-                 "r"(x[2]), "r"(x[3])
+__device__ __forceinline__ void store_shared16(uint32_t at, const uint4& x) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                  : "memory");
 }
 
@@ -37,7 +36,7 @@ struct alignas(4 * N) Words {
 };
 
 // 16-byte chunks of a row stand in an order of its own, so that no bank is met twice by lanes that read
-//   one chunk of eight rows side by side         (a lane a row, or matrices)
+//   one chunk of eight rows side by side         (a lane a row)
 //   four chunks of two rows side by side         (codes of keys)
 //   two chunks of four rows that are eight apart (codes of values)
 //
