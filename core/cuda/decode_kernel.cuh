@@ -39,7 +39,9 @@ template <class C>
 __device__ __forceinline__ void attend_piece(const DecodeArgs& p, SharedStorage<C>& shared) {
     // Neighbouring slices go to warps of one scheduler: where slices are unequal (or empty), the four schedulers still
     // get equal shares.
-    const int lane = threadIdx.x & 31, worker = threadIdx.x >> 5, warp = worker % 4 * (C::kWarps / 4) + worker / 4;
+    // The compiler does not see that all of a warp have the same `worker`, but by a shuffle.
+    const int lane = threadIdx.x & 31, worker = __shfl_sync(kAll, threadIdx.x >> 5, 0),
+              warp = worker % 4 * (C::kWarps / 4) + worker / 4;
     const int kv_heads = p.kv_heads, batch_rows = p.batch_rows, rows = p.query_rows.by;
 
     const uint32_t full = shared_address(shared.full[warp]);
@@ -90,13 +92,6 @@ __device__ __forceinline__ void attend_piece(const DecodeArgs& p, SharedStorage<
         const Visit v = planned<C>(shared, warp, number);
         if (v.segment >= 0 && elected()) copy_visit<C>(shared, p, v, number, number > 0, warp);
     };
-    const auto ask_new_row = [&](int number) {  // the same for the call's row
-        if (C::kPublished || !p.in_tail) return;
-        const Visit v = planned<C>(shared, warp, number);
-        if (v.segment >= 0 && info_has_new_row(v.info) && elected()) {
-            copy_new_row<C>(shared, v.segment, v.info, number, warp);
-        }
-    };
     if (works && p.ahead) ask(0);
     if constexpr (can_keep<C>()) {
         if (p.keeps && worker >= C::kWarps - 2) find_room<C>(shared, C::kWarps - 1 - worker, lane);
@@ -107,7 +102,8 @@ __device__ __forceinline__ void attend_piece(const DecodeArgs& p, SharedStorage<
     } else if (works) {
         ask(0);
     }
-    if (works) ask_new_row(0);
+    const bool in_tail = !C::kPublished && p.in_tail && works;
+    if (in_tail) copy_new_row<C>(shared, 0, warp);
     if (works) {
         prepare_segment<C>(p, shared, queries, first_segment, warp, lane);
         if (lane == 0) {
@@ -134,7 +130,8 @@ __device__ __forceinline__ void attend_piece(const DecodeArgs& p, SharedStorage<
     if (shared.block.weight == 0 && shared.block.segment < 0 && !p.keeps) return;
     // All first visits before anyone's second: warps that get their first one late finish late.
     static_assert(C::kStages == 2, "a second visit");
-    if (works) ask(1), ask_new_row(1);
+    if (works) ask(1);
+    if (in_tail) copy_new_row<C>(shared, 1, warp);
 
     HeadState<C> state;
     KeyContext<C> key;
@@ -222,10 +219,8 @@ __device__ __forceinline__ void attend_piece(const DecodeArgs& p, SharedStorage<
         const Visit v = planned<C>(shared, warp, wanted);
         if (elected()) {
             if (v.segment >= 0) copy_visit<C>(shared, p, v, stage, true, warp);
-            if (!C::kPublished && v.segment >= 0 && info_has_new_row(v.info)) {
-                copy_new_row<C>(shared, v.segment, v.info, stage, warp);
-            }
         }
+        if (!C::kPublished && info_has_new_row(v.info)) copy_new_row<C>(shared, wanted, warp);
     }
 
     if constexpr (can_keep<C>()) {

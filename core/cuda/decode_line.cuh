@@ -213,9 +213,9 @@ constexpr int kOpens = 1 << 20;  // the warp's first visit to its segment, or of
 __device__ __forceinline__ bool info_opens(int i) { return (i & kOpens) != 0; }
 __device__ __forceinline__ bool info_last(int i) { return i >> 21 & 1; }     // of its segment
 __device__ __forceinline__ int info_straight(int i) { return i >> 22 & 31; }  // of rows: tokens before the ring's end
-// Of rows: the last token is the call's. Pages of 16 bits have none.
+// Of the tail: the last token is the call's.
 constexpr int kNewRow = 1 << 18;
-__device__ __forceinline__ bool info_has_new_row(int i) { return info_kind(i) != kPage && (i & kNewRow) != 0; }
+__device__ __forceinline__ bool info_has_new_row(int i) { return (i & (kNewRow | 3 << 16)) == (kNewRow | kTail << 16); }
 // Of the middle: tokens before its first one; which kWindowTokens of the block it has, in place of those that exist.
 __device__ __forceinline__ int info_hidden(int i) { return i >> 22 & 31; }
 __device__ __forceinline__ int info_part_of_block(int i) { return i & 255; }

@@ -226,16 +226,28 @@ __device__ __forceinline__ void for_each_piece(const DecodeArgs& p, const Visit&
     use(C::kKeyBytes, v.source + apart, C::kValueBytes);
 }
 
-// Asks for the call's row, the last of a visit; by one lane. It has been counted among the visit's bytes.
+// Rows of a window or of a page of 16 bits, but for the call's; values stand so many bytes from keys.
 template <class C>
-__device__ __noinline__ void copy_new_row(SharedStorage<C>& shared, int segment, int info, int stage, int warp) {
-    const DecodeCall& call = shared.call;
-    const BatchRow& at = shared.rows[row_of(segment)];
-    const uint32_t to = shared_address(shared.ring[warp][stage]) + (info_valid(info) - 1) * C::kRowBytes;
-    const uint32_t bar = shared_address(&shared.full[warp][stage]);
-    const int keys = 2 * head_of(segment);
-    bulk_copy(to, new_row_of(call.k, call.v, at, keys), C::kRowBytes, bar);
-    bulk_copy(to + C::kWindowHalf, new_row_of(call.k, call.v, at, keys + 1), C::kRowBytes, bar);
+__device__ __forceinline__ void copy_rows(const uint8_t* keys, int64_t apart, int info, int32_t ring_rows, uint32_t to,
+                                          uint32_t bar) {
+    const uint32_t straight = info_straight(info) * C::kRowBytes, all = info_valid(info) * C::kRowBytes;
+    const uint32_t rest = all - straight - (info_has_new_row(info) ? C::kRowBytes : 0);
+    barrier_expect(bar, 2 * all);
+    if (straight > 0) {  // or the call's is the visit's only row
+        bulk_copy(to, keys, straight, bar);
+        bulk_copy(to + C::kWindowHalf, keys + apart, straight, bar);
+    }
+    if (rest > 0) {  // the ring goes on at its beginning
+        keys -= int64_t{ring_rows} * C::kRowBytes - straight;
+        bulk_copy(to + straight, keys, rest, bar);
+        bulk_copy(to + C::kWindowHalf + straight, keys + apart, rest, bar);
+    }
+}
+// Beside pages such visits are few.
+template <class C>
+__device__ __noinline__ void copy_rows_apart(const uint8_t* keys, int64_t apart, int info, int32_t ring_rows,
+                                             uint32_t to, uint32_t bar) {
+    copy_rows<C>(keys, apart, info, ring_rows, to, bar);
 }
 
 // Asks for a visit's bytes, but for the call's row; by one lane. A visit that follows one to the same key group does not
@@ -249,23 +261,11 @@ __device__ __forceinline__ void copy_visit(SharedStorage<C>& shared, const Decod
     }
     if (C::kPlain || info_kind(v.info) != kPage) {
         const bool tail = info_kind(v.info) == kTail;
-        const uint8_t* const values =
-            info_kind(v.info) == kRows
-                ? v.source + p.value_offset
-                : (tail ? p.tail_values : p.sink_values) + (v.source - (tail ? p.tail_keys : p.sink_keys));
-        const uint32_t straight = info_straight(v.info) * C::kRowBytes, all = info_valid(v.info) * C::kRowBytes;
-        const uint32_t rest = all - straight - (info_has_new_row(v.info) ? C::kRowBytes : 0);
-        barrier_expect(bar, 2 * all);
-        if (straight > 0) {  // or the call's is the visit's only row
-            bulk_copy(to, v.source, straight, bar);
-            bulk_copy(to + C::kWindowHalf, values, straight, bar);
-        }
-        if (rest > 0) {  // the ring goes on at its beginning
-            const int64_t back = int64_t{p.tail_rows} * C::kRowBytes - straight;
-            bulk_copy(to + straight, v.source - back, rest, bar);
-            bulk_copy(to + C::kWindowHalf + straight, values - back, rest, bar);
-        }
-        return;
+        const int64_t apart = info_kind(v.info) == kRows ? p.value_offset
+                              : tail                     ? p.tail_values - p.tail_keys
+                                                         : p.sink_values - p.sink_keys;
+        if constexpr (C::kPlain) return copy_rows<C>(v.source, apart, v.info, p.tail_rows, to, bar);
+        return copy_rows_apart<C>(v.source, apart, v.info, p.tail_rows, to, bar);
     }
     const bool skip = info_part<C>(v.info) > 0 && follows;
     barrier_expect(bar, skip ? C::kVisitBytes - C::kKeyParams : C::kVisitBytes);
@@ -281,6 +281,21 @@ __device__ __forceinline__ Visit planned(const SharedStorage<C>& shared, int war
     Visit v;
     memcpy(&v, &words, sizeof v);
     return v;
+}
+
+// Asks for the call's row, if a visit has it; it has been counted among the visit's bytes.
+template <class C>
+__device__ __noinline__ void copy_new_row(SharedStorage<C>& shared, unsigned number, int warp) {
+    const Visit v = planned<C>(shared, warp, number);
+    if (!info_has_new_row(v.info) || !elected()) return;
+    const DecodeCall& call = shared.call;
+    const BatchRow& at = shared.rows[row_of(v.segment)];
+    const unsigned stage = number % C::kStages;
+    const uint32_t to = shared_address(shared.ring[warp][stage]) + (info_valid(v.info) - 1) * C::kRowBytes;
+    const uint32_t bar = shared_address(&shared.full[warp][stage]);
+    const int keys = 2 * head_of(v.segment);
+    bulk_copy(to, new_row_of(call.k, call.v, at, keys), C::kRowBytes, bar);
+    bulk_copy(to + C::kWindowHalf, new_row_of(call.k, call.v, at, keys + 1), C::kRowBytes, bar);
 }
 
 }  // namespace kivi::cuda::fast

@@ -43,11 +43,12 @@ __device__ __forceinline__ void butterfly(float4& a, float4& b) {
 __device__ __forceinline__ float across(float x, int step, int lane) {
     return fmaf(x, (lane & step) != 0 ? -1.0f : 1.0f, __shfl_xor_sync(kAll, x, step));
 }
+// All four on their way before the first is used: in functions of their own the compiler keeps this order.
 __device__ __forceinline__ void across(float4& x, int step, int lane) {
-    x.x = across(x.x, step, lane);
-    x.y = across(x.y, step, lane);
-    x.z = across(x.z, step, lane);
-    x.w = across(x.w, step, lane);
+    const auto other = [&](float mine) { return __shfl_xor_sync(kAll, mine, step); };
+    const float4 y = make_float4(other(x.x), other(x.y), other(x.z), other(x.w));
+    const float sign = (lane & step) != 0 ? -1.0f : 1.0f;
+    x = make_float4(fmaf(x.x, sign, y.x), fmaf(x.y, sign, y.y), fmaf(x.z, sign, y.z), fmaf(x.w, sign, y.w));
 }
 template <class C>
 __host__ __device__ constexpr float hadamard_norm() {

@@ -58,10 +58,11 @@ __device__ __forceinline__ void transform(RawRow<DIM>& row) {
 #pragma unroll
         for (int step = 1; step < kWarp && step * kLaneChannels < DIM; step *= 2) {
             const float sign = (lane() & step) != 0 ? -1.0f : 1.0f;
+            float other[kLaneChannels];  // all on their way before the first is used
 #pragma unroll
-            for (int i = 0; i < kLaneChannels; ++i) {
-                x[j][i] = __fmaf_rn(x[j][i], sign, __shfl_xor_sync(kAllLanes, x[j][i], step));
-            }
+            for (int i = 0; i < kLaneChannels; ++i) other[i] = __shfl_xor_sync(kAllLanes, x[j][i], step);
+#pragma unroll
+            for (int i = 0; i < kLaneChannels; ++i) x[j][i] = __fmaf_rn(x[j][i], sign, other[i]);
         }
     }
     if constexpr (stripes(DIM) == 2) {
