@@ -66,7 +66,7 @@ __device__ __noinline__ void find_room(SharedStorage<C>& shared, int half, int l
 // The call's row of a visit that has arrived, the last one: as windows hold it, in the visit's slot; and in its window, if
 // it is kept. `row`: of keys.
 template <class C>
-__device__ __noinline__ void take_new_row(const SharedStorage<C>& shared, uint8_t* row, int segment) {
+__device__ __noinline__ void take_new_row(SharedStorage<C>& shared, uint8_t* row, int segment) {
     using Rows = HeadRows<LayerOf<C>>;
     const DecodeCall& call = shared.call;
     const BatchRow& at = shared.rows[row_of(segment)];
@@ -79,13 +79,11 @@ __device__ __noinline__ void take_new_row(const SharedStorage<C>& shared, uint8_
             const int channel = j * kStripe + kLaneChannels * kivi::cuda::lane();
             raw[j] = channel < C::kDim ? *reinterpret_cast<const uint2*>(row + 2 * channel) : make_uint2(0, 0);
         }
-        Rows::round(raw, tensor == 0 ? call.rotated_keys : call.rotated_values,
-                    [&]() -> unsigned long long* { return keeps ? shared.layer.saturated : nullptr; });
+        const Rows rows{shared.layer, 2 * head_of(segment) + tensor, at.sequence};
+        rows.round(raw, [&](const Rows&) { return tensor == 0 ? call.rotated_keys : call.rotated_values; },
+                   [&](const Rows&) { return keeps ? shared.layer.saturated : &shared.not_counted; });
         Rows::store(row, raw);
-        if (keeps) {
-            const Rows rows{shared.layer, 2 * head_of(segment) + tensor, at.sequence};
-            Rows::store(rows.window_row(at.total() - 1), raw);
-        }
+        if (keeps) Rows::store(rows.window_row(at.total() - 1), raw);
     }
     hand_to_copies();
 }

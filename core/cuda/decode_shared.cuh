@@ -33,6 +33,7 @@ struct SharedStorage {
     // Of the batch's rows (decode_new_rows.cuh): the token is appended, pushes others behind a border, has no room.
     RowMask keeps, packs, no_room;
     unsigned next_item;  // number of this block's next one that a warp looks at, see pack_rows
+    unsigned long long not_counted;  // in place of Layer::saturated, for rows that are not kept
     Slice slices[C::kWarps];
     Seen seen[C::kWarps];       // what the warp is working on
     int from_start[C::kWarps];  // the warp began with the segment's first visit

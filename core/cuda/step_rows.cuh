@@ -29,7 +29,7 @@ __device__ __noinline__ RawRow<DIM> round_any_row(RawRow<DIM> row, bool rotated,
 #pragma unroll
     for (int j = 0; j < kStripes; ++j) words.words[j] = make_uint4(row.at[j].x, row.at[j].y, 0, 0);
     x.set(words, P::kType);
-    if (rotated && round_row(x, DIM, true, P::kType) && lane() == 0 && saturated != nullptr) atomicAdd(saturated, 1);
+    if (rotated && round_row(x, DIM, true, P::kType) && lane() == 0) atomicAdd(saturated, 1);
 #pragma unroll
     for (int j = 0; j < kStripes; ++j) {
         uint16_t half[kLaneChannels];
@@ -58,11 +58,10 @@ __device__ __forceinline__ void transform(RawRow<DIM>& row) {
 #pragma unroll
         for (int step = 1; step < kWarp && step * kLaneChannels < DIM; step *= 2) {
             const float sign = (lane() & step) != 0 ? -1.0f : 1.0f;
-            float other[kLaneChannels];  // all on their way before the first is used
 #pragma unroll
-            for (int i = 0; i < kLaneChannels; ++i) other[i] = __shfl_xor_sync(kAllLanes, x[j][i], step);
-#pragma unroll
-            for (int i = 0; i < kLaneChannels; ++i) x[j][i] = __fmaf_rn(x[j][i], sign, other[i]);
+            for (int i = 0; i < kLaneChannels; ++i) {
+                x[j][i] = __fmaf_rn(x[j][i], sign, __shfl_xor_sync(kAllLanes, x[j][i], step));
+            }
         }
     }
     if constexpr (stripes(DIM) == 2) {
@@ -130,9 +129,11 @@ struct HeadRows {
         }
     }
 
-    // As windows hold it: transformed, and with the one NaN. counter(): of rows that have left the type's range, or NULL.
-    template <class Counter>
-    static __device__ __forceinline__ void round(Raw& raw, bool rotated, const Counter& counter) {
+    // As windows hold it: transformed, and with the one NaN. Rows that have left the type's range are counted in
+    // counter(*this).
+    template <class Rotated, class Counter>
+    __device__ __forceinline__ void round(Raw& raw, const Rotated& is_rotated, const Counter& counter) const {
+        const bool rotated = is_rotated(*this);
         RawRow<L::kDim> row;
 #pragma unroll
         for (int j = 0; j < kStripes; ++j) row.at[j] = raw[j];
@@ -145,13 +146,14 @@ struct HeadRows {
         if (!__all_sync(kAllLanes, both_plain<P>(most))) {
 #pragma unroll
             for (int j = 0; j < kStripes; ++j) row.at[j] = raw[j];
-            row = round_any_row<P>(row, rotated, counter());
+            row = round_any_row<P>(row, rotated, counter(*this));
         }
 #pragma unroll
         for (int j = 0; j < kStripes; ++j) raw[j] = row.at[j];
     }
     __device__ __forceinline__ void round(Raw& raw) const {
-        round(raw, choose(k().rotated(), v().rotated()), [&] { return layer.saturated; });
+        round(raw, [](const HeadRows& x) { return x.choose(x.k().rotated(), x.v().rotated()); },
+              [](const HeadRows& x) { return x.layer.saturated; });
     }
 
     __device__ __forceinline__ int sinks() const { return static_cast<int>(k().windows.sink); }

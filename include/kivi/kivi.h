@@ -434,7 +434,8 @@ typedef struct kivi_attend_params {
     float soft_cap;            /* score = soft_cap * tanh(score / soft_cap) after scaling; 0: off */
     int64_t window_left;       /* keys left of the query itself that it sees; -1: all (init) */
     const kivi_tensor *k;      /* fresh keys and values, both or none: tokens that are not appended yet, */
-    const kivi_tensor *v;      /* shaped as in append, as many a row as queries; read exactly */
+    const kivi_tensor *v;      /* shaped as in append, as many a row as queries; not quantised: read as they are, or
+                                  (CUDA, one token a row) rounded as the windows will hold them */
     const float *learned_sinks;/* [q_heads] logits added to the softmax's denominator, memory of the
                                   cache's device; not part of the LSE. NULL: none */
     const kivi_tensor *lse;    /* out, f32: natural log of the sum of exp(score), [rows, tokens, q_heads] or

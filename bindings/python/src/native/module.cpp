@@ -175,7 +175,7 @@ scale: of q . k; 0: 1 / sqrt(key_dim).
 soft_cap: score = soft_cap * tanh(score / soft_cap) after scaling; 0: off.
 window_left: keys left of the query itself that it sees; -1: all.
 k, v: fresh keys and values, both or none, shaped as in append: tokens that are not appended yet, as many
-    a row as queries, read exactly.
+    a row as queries, not quantised.
 learned_sinks: [q_heads] float32 logits added to the softmax's denominator.
 lse: out, float32 [rows, tokens, q_heads] or [tokens, q_heads]: natural log of the sum of exp(score),
     learned sinks left out.

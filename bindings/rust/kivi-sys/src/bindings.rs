@@ -730,7 +730,7 @@ pub struct kivi_attend_params {
     pub window_left: i64,
     #[doc = "```text\nfresh keys and values, both or none: tokens that are not appended yet,\n```"]
     pub k: *const kivi_tensor,
-    #[doc = "```text\nshaped as in append, as many a row as queries; read exactly\n```"]
+    #[doc = "```text\nshaped as in append, as many a row as queries; not quantised: read as they are, or\n(CUDA, one token a row) rounded as the windows will hold them\n```"]
     pub v: *const kivi_tensor,
     #[doc = "```text\n[q_heads] logits added to the softmax's denominator, memory of the\ncache's device; not part of the LSE. NULL: none\n```"]
     pub learned_sinks: *const f32,
