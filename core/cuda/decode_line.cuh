@@ -1,16 +1,16 @@
 // The line of work: what a batch holds, and which block and warp does which part of it.
 //
-// All work is a line of visits in (batch row, KV head) order; a segment is the part of one row and head: sink
-// window, tail, pages. Places on the line are weights (bytes in small numbers). Blocks own contiguous pieces of the
-// line, equal or of whole rounds of visits (the last ones perhaps none), warps equal pieces of their block's piece; a visit
-// belongs to the piece in which it begins.
+// All work is a line of visits in (batch row, KV head) order; a segment is the part of one row and head: sink window,
+// tail, pages. Places on the line are weights (bytes in small numbers). Blocks own contiguous pieces of the line, equal
+// or of whole rounds of visits (the last ones perhaps none), warps equal pieces of their block's piece; a visit belongs
+// to the piece in which it begins.
 //
 //   line     | row 0 head 0: sink, tail, pages ... | row 0 head 1: ... | ... | row 1 head 0: ...
 //   blocks   |------ block 0 ------|------ block 1 ------|------ block 2 ------| ...
 //   warps    |--|--|--|--|--|--|--|--|--|--|--| ...
 //
-// Where results must not depend on what else is on the line (DecodeArgs::invariant), places are numbers of runs of visits
-// instead, and warps get whole runs: decode_runs.cuh.
+// Where results must not depend on what else is on the line (DecodeArgs::invariant), places are numbers of runs of
+// visits instead, and warps get whole runs: decode_runs.cuh.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -25,8 +25,8 @@ namespace kivi::cuda::fast {
 // A row of the batch, read once by one thread and then kept in shared memory.
 struct alignas(16) BatchRow {
     int sequence;            // of the cache; -1 if the row is to be skipped
-    // Tokens; all 0 in a row that is skipped. The tail has that of the call too, if DecodeCall::in_tail; kPublished: `sink`
-    // are those of the middle.
+    // Tokens; all 0 in a row that is skipped. The tail has that of the call too, if DecodeCall::in_tail; kPublished:
+    // `sink` are those of the middle.
     int sink, packed, tail;
     int index, offset;       // where it lies in tensors: as a row of rank 4, behind so many tokens in rank 3
     unsigned weight;         // of each of its KV heads on the line

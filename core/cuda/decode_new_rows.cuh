@@ -1,5 +1,5 @@
-// The call's own keys and values, a token a row. They are the tail's last row, which comes from the caller's memory: its
-// visit copies it behind the tail's other rows, and makes of it what windows hold. kivi_step appends it in passing:
+// The call's own keys and values, a token a row. They are the tail's last row, which comes from the caller's memory:
+// its visit copies it behind the tail's other rows, and makes of it what windows hold. kivi_step appends it in passing:
 //
 //   at the start     what has room is found (find_room)
 //   in the loop      the warp whose visit has the row stores it in its window too (take_new_row)
@@ -63,8 +63,8 @@ __device__ __noinline__ void find_room(SharedStorage<C>& shared, int half, int l
     leave(shared.keeps, fits), leave(shared.packs, fits && packs), leave(shared.no_room, moves && !fits);
 }
 
-// The call's row of a visit that has arrived, the last one: as windows hold it, in the visit's slot; and in its window, if
-// it is kept. `row`: of keys.
+// The call's row of a visit that has arrived, the last one: as windows hold it, in the visit's slot; and in its window,
+// if it is kept. `row`: of keys.
 template <class C>
 __device__ __noinline__ void take_new_row(SharedStorage<C>& shared, uint8_t* row, int segment) {
     using Rows = HeadRows<LayerOf<C>>;
@@ -88,8 +88,8 @@ __device__ __noinline__ void take_new_row(SharedStorage<C>& shared, uint8_t* row
     hand_to_copies();
 }
 
-// Packs what new rows push behind a border, a head's keys or values (item, as in HeadRows) at a time, until the block has
-// none left; by a warp that has left its slice, while the block's other warps are still in theirs.
+// Packs what new rows push behind a border, a head's keys or values (item, as in HeadRows) at a time, until the block
+// has none left; by a warp that has left its slice, while the block's other warps are still in theirs.
 template <class C>
 __device__ __noinline__ void pack_rows(SharedStorage<C>& shared, int warp, int lane) {
     using Words = StepWords<LayerOf<C>>;

@@ -250,8 +250,8 @@ __device__ __noinline__ void copy_rows_apart(const uint8_t* keys, int64_t apart,
     copy_rows<C>(keys, apart, info, ring_rows, to, bar);
 }
 
-// Asks for a visit's bytes, but for the call's row; by one lane. A visit that follows one to the same key group does not
-// need its parameters again.
+// Asks for a visit's bytes, but for the call's row; by one lane. A visit that follows one to the same key group does
+// not need its parameters again.
 template <class C>
 __device__ __forceinline__ void copy_visit(SharedStorage<C>& shared, const DecodeArgs& p, Visit v, int stage,
                                            bool follows, int warp) {

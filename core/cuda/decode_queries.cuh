@@ -46,8 +46,8 @@ __device__ __forceinline__ int exponent_of(float largest, int least) {
 }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(unsigned(127 + exponent) << 23); }
 
-// The Hadamard of raw queries on the tensor cores, not yet normalised. Sixteen channels of a row are a row of A, so that
-// B is signs, and four of the stages are one product; the others are left to sums:
+// The Hadamard of raw queries on the tensor cores, not yet normalised. Sixteen channels of a row are a row of A, so
+// that B is signs, and four of the stages are one product; the others are left to sums:
 //
 //   channel          32 i + 8 column + 4 upper + 2 half + place
 //   in the product   column, upper, place
@@ -104,8 +104,9 @@ template <class C>
 __device__ __forceinline__ float key_unit(int i, int k) {
     return 1.0f / float(1 << C::key_power(2 * i + k % 2, k / 2));
 }
-// Rows times `norm` as B operands in `to`: eight numbers of each 32 a lane, or of every other 32 (rotate_queries). Returns
-// the exponent.
+
+// Rows times `norm` as B operands in `to`: eight numbers of each 32 a lane, or of every other 32 (rotate_queries).
+// Returns the exponent.
 template <class C, int N>
 __device__ __forceinline__ int store_operands(const float (&x)[N][8], float norm, uint32_t (*to)[C::kQueryLanes][4],
                                               int lane) {
@@ -134,9 +135,9 @@ __device__ __forceinline__ int store_operands(const float (&x)[N][8], float norm
     return exponent;
 }
 
-// Leaves q * 2^-exponent * 2^-step_power as B operands in `to`; returns 2^(exponent + 24) of the thread's row. A function
-// of its own, so that its instructions are in the cache when a later segment begins: fetched behind pages they would
-// take microseconds.
+// Leaves q * 2^-exponent * 2^-step_power as B operands in `to`; returns 2^(exponent + 24) of the thread's row. A
+// function of its own, so that its instructions are in the cache when a later segment begins: fetched behind pages they
+// would take microseconds.
 template <class C>
 __device__ __noinline__ float prepare_queries(RawQueries<C> raw, bool rotated, uint32_t (*to)[C::kQueryLanes][4],
                                               int lane) {

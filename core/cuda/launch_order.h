@@ -8,13 +8,13 @@
 //   stream   ... change of the layer | gate | attend: settled
 //            ... gate | change of the layer | attend: not settled, it waits first
 //
-// The order of calls is that of the kernels only within a stream, and within a capture or outside of all: a graph may be
-// launched at any time, or never. So gates count for their own stream and capture, and so do changes, but for one:
+// The order of calls is that of the kernels only within a stream, and within a capture or outside of all: a graph may
+// be launched at any time, or never. So gates count for their own stream and capture, and so do changes, but for one:
 // what a graph begins with waits for all that was enqueued before its launch, so inside of a capture changes made
 // outside do not matter.
 //
-// A kernel may be both: a step's (decode_new_rows.cuh). It is noted as a gate first, then as a change, so that what follows on
-// its own layer waits.
+// A kernel may be both: a step's (decode_new_rows.cuh). It is noted as a gate first, then as a change, so that what
+// follows on its own layer waits.
 #pragma once
 #include <cstdint>
 #include <mutex>
