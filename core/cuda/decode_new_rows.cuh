@@ -7,7 +7,8 @@
 //   when all blocks  have read lengths and borders, the last one moves these on (move_rows_on)
 //
 // None reads what is written: the slot of a new row is one that the tail between calls does not hold (tail_capacity in
-// format/policy.h), pages are read up to the border of before, and no new row is packed at once.
+// format/policy.h), or of a sink window the first that has no row yet; pages are read up to the border of before; and
+// no new row is packed at once, which decode_keeps sees to.
 //
 // What is done for such calls alone are functions of their own, beside what every call runs: instructions that run once
 // come from far away. They find the call in shared memory, where parameters would be trips to memory.
@@ -79,6 +80,7 @@ __device__ __noinline__ void take_new_row(SharedStorage<C>& shared, uint8_t* row
             const int channel = j * kStripe + kLaneChannels * kivi::cuda::lane();
             raw[j] = channel < C::kDim ? *reinterpret_cast<const uint2*>(row + 2 * channel) : make_uint2(0, 0);
         }
+        // Where nothing is kept there may be no layer: it is not looked at then.
         const Rows rows{shared.layer, 2 * head_of(segment) + tensor, at.sequence};
         rows.round(raw, [&](const Rows&) { return tensor == 0 ? call.rotated_keys : call.rotated_values; },
                    [&](const Rows&) { return keeps ? shared.layer.saturated : &shared.not_counted; });

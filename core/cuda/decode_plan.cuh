@@ -287,15 +287,18 @@ __device__ __forceinline__ Visit planned(const SharedStorage<C>& shared, int war
 template <class C>
 __device__ __noinline__ void copy_new_row(SharedStorage<C>& shared, unsigned number, int warp) {
     const Visit v = planned<C>(shared, warp, number);
-    if (!info_has_new_row(v.info) || !elected()) return;
-    const DecodeCall& call = shared.call;
-    const BatchRow& at = shared.rows[row_of(v.segment)];
-    const unsigned stage = number % C::kStages;
-    const uint32_t to = shared_address(shared.ring[warp][stage]) + (info_valid(v.info) - 1) * C::kRowBytes;
-    const uint32_t bar = shared_address(&shared.full[warp][stage]);
-    const int keys = 2 * head_of(v.segment);
-    bulk_copy(to, new_row_of(call.k, call.v, at, keys), C::kRowBytes, bar);
-    bulk_copy(to + C::kWindowHalf, new_row_of(call.k, call.v, at, keys + 1), C::kRowBytes, bar);
+    if (!info_has_new_row(v.info)) return;
+    if (elected()) {
+        const DecodeCall& call = shared.call;
+        const BatchRow& at = shared.rows[row_of(v.segment)];
+        const unsigned stage = number % C::kStages;
+        const uint32_t to = shared_address(shared.ring[warp][stage]) + (info_valid(v.info) - 1) * C::kRowBytes;
+        const uint32_t bar = shared_address(&shared.full[warp][stage]);
+        const int keys = 2 * head_of(v.segment);
+        bulk_copy(to, new_row_of(call.k, call.v, at, keys), C::kRowBytes, bar);
+        bulk_copy(to + C::kWindowHalf, new_row_of(call.k, call.v, at, keys + 1), C::kRowBytes, bar);
+    }
+    __syncwarp();  // products of the warp follow
 }
 
 }  // namespace kivi::cuda::fast

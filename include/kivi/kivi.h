@@ -435,7 +435,8 @@ typedef struct kivi_attend_params {
     int64_t window_left;       /* keys left of the query itself that it sees; -1: all (init) */
     const kivi_tensor *k;      /* fresh keys and values, both or none: tokens that are not appended yet, */
     const kivi_tensor *v;      /* shaped as in append, as many a row as queries; not quantised: read as they are, or
-                                  (CUDA, one token a row) rounded as the windows will hold them */
+                                  (CUDA, one token a row) as windows would hold them: with a transform rounded to
+                                  their type and clamped to its range, which is not counted */
     const float *learned_sinks;/* [q_heads] logits added to the softmax's denominator, memory of the
                                   cache's device; not part of the LSE. NULL: none */
     const kivi_tensor *lse;    /* out, f32: natural log of the sum of exp(score), [rows, tokens, q_heads] or
@@ -456,9 +457,10 @@ KIVI_API kivi_status kivi_attend_params_init(kivi_attend_params *params, size_t 
  * non-finite value damages its channel of them, in a page those of its group; where V is transformed every channel, but
  * of a fresh value perhaps its own alone. params NULL: defaults. workspace: any alignment, `workspace_bytes` at least
  * kivi_attend_workspace of these shapes, else KIVI_ERROR_BUFFER_TOO_SMALL. Agrees with double precision on the
- * dequantised cache within 1e-3 (CPU), 3e-3 (CUDA) of the output's norm while scaled scores stay below about 1000;
- * larger ones lose the digits of their differences, since scores are fp32. Products beyond the range of fp32 (keys,
- * values or queries near 1e38) give infinities or NaN, as the formula does in fp32. */
+ * dequantised cache, and on fresh tokens as they are read, within 1e-3 (CPU), 3e-3 (CUDA) of the output's norm while
+ * scaled scores stay below about 1000; larger ones lose the digits of their differences, since scores are fp32.
+ * Products beyond the range of fp32 (keys, values or queries near 1e38) give infinities or NaN, as the formula does in
+ * fp32. */
 KIVI_API kivi_status kivi_attend(const kivi_cache *cache, int32_t layer, const kivi_batch *batch,
                                  const kivi_tensor *q, const kivi_tensor *out,
                                  const kivi_attend_params *params, void *workspace, size_t workspace_bytes,
@@ -469,8 +471,8 @@ KIVI_API kivi_status kivi_attend(const kivi_cache *cache, int32_t layer, const k
  * params->k = k and params->v = v followed by kivi_append, both of this batch; but as one call: what either
  * would refuse is refused before anything is done. params->k and params->v must be NULL; params NULL:
  * defaults. workspace as for kivi_attend. Any number of tokens a row.
- * On CUDA one launch does both where the layer has the fast kernel, codes (not 16 bits), the rolling schedule and
- * nearest rounding, each row brings one token, rows are aligned and of the windows' type, and
+ * On CUDA one launch does both where the layer has the fast kernel, codes (not 16 bits), the rolling schedule with a
+ * recent window, and nearest rounding, each row brings one token, rows are aligned and of the windows' type, and
  * KIVI_ATTEND_INVARIANT is not asked for (host batches above 64 rows: one for each 64). Elsewhere it makes the
  * launches of both calls and costs what they cost; on the CPU it is a convenience. */
 KIVI_API kivi_status kivi_step(kivi_cache *cache, int32_t layer, const kivi_batch *batch,

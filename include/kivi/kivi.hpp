@@ -405,7 +405,7 @@ class AttendParams {
         params_.window_left = keys;
         return *this;
     }
-    // Keys and values of the queries' own tokens, not appended yet; not quantised.
+    // Keys and values of the queries' own tokens, not appended yet; not quantised (kivi_attend_params).
     AttendParams& fresh(const ConstTensor& k, const ConstTensor& v) {
         k_ = k;
         v_ = v;

@@ -188,12 +188,12 @@ stream: a cudaStream_t as an integer for a cache on a GPU; None on the CPU.)")
              "workspace"_a = none, "stream"_a = none, R"(
 One step of a layer: attend with the new keys and values k and v, then append of them, as one call. Returns out.
 
-The results are those of the two calls, but on a GPU one launch does both where it can (kivi.h), which costs 1 to 2 us
+The results are those of the two calls, but on a GPU one launch does both where it can (kivi.h), which costs about 1 us
 more than attend for up to eight sequences; and a step that is refused, as with CapacityError, has neither attended nor appended. Like append
 it needs the cache to itself.
 
 q, out: as in attend.
-k, v: as in append, as many tokens a row as queries; attended to exactly as they are given.
+k, v: as in append, as many tokens a row as queries; attended to as in attend.
 All else: as in attend.)")
         .def("attend_workspace", &Cache::attend_workspace, "layer"_a, "rows"_a, "max_count"_a, R"(
 Bytes that suffice for any attend or step on `layer` (-1: any layer) of at most `rows` rows with at most

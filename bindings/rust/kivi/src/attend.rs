@@ -54,8 +54,8 @@ impl<'a> Attend<'a> {
         self
     }
 
-    /// Keys and values that are not appended yet, shaped as in append, as many as queries; they are read
-    /// exactly.
+    /// Keys and values that are not appended yet, shaped as in append, as many as queries; they are
+    /// not quantised (`kivi_attend_params`).
     pub fn fresh(mut self, k: &'a TensorRef<'a>, v: &'a TensorRef<'a>) -> Attend<'a> {
         self.fresh = Some((k, v));
         self
