@@ -63,7 +63,8 @@ namespace {
 
 void find_libraries() {
     kivi_base = base_of(reinterpret_cast<const void*>(&kivi_append));
-    cpp_base = base_of(dlsym(RTLD_DEFAULT, "_Znwm"));  // operator new
+    void* (*const allocate)(size_t) = operator new;  // of a shared library, or, linked statically, of this program
+    cpp_base = base_of(reinterpret_cast<const void*>(allocate));
 }
 
 // ---- Caches and work -------------------------------------------------------------------------------------------------
@@ -180,10 +181,8 @@ TEST_CASE("no host memory, however many rows, from the first call on") {
             CUDA_OK(cudaStreamSynchronize(stream));
         }
     }
-    // By a pointer: compilers may assume that operator new does not look at `counting`.
-    void* (*volatile const allocate)(size_t) = operator new;
     counting = true;
-    void* const counted = allocate(100);
+    void* volatile counted = operator new(100);
     counting = false;
     operator delete(counted);
     const int64_t seen = allocations;
