@@ -434,9 +434,9 @@ typedef struct kivi_attend_params {
     float soft_cap;            /* score = soft_cap * tanh(score / soft_cap) after scaling; 0: off */
     int64_t window_left;       /* keys left of the query itself that it sees; -1: all (init) */
     const kivi_tensor *k;      /* fresh keys and values, both or none: tokens that are not appended yet, */
-    const kivi_tensor *v;      /* shaped as in append, as many a row as queries; not quantised: read as they are, or
-                                  (CUDA, one token a row) as windows would hold them: with a transform rounded to
-                                  their type and clamped to its range, which is not counted */
+    const kivi_tensor *v;      /* shaped as in append, as many a row as queries; not quantised. On CUDA a single token
+                                  a row may be read as the windows would hold it: transformed, and then rounded to
+                                  their type and clamped to its range (not counted as saturated) */
     const float *learned_sinks;/* [q_heads] logits added to the softmax's denominator, memory of the
                                   cache's device; not part of the LSE. NULL: none */
     const kivi_tensor *lse;    /* out, f32: natural log of the sum of exp(score), [rows, tokens, q_heads] or
@@ -471,10 +471,10 @@ KIVI_API kivi_status kivi_attend(const kivi_cache *cache, int32_t layer, const k
  * params->k = k and params->v = v followed by kivi_append, both of this batch; but as one call: what either
  * would refuse is refused before anything is done. params->k and params->v must be NULL; params NULL:
  * defaults. workspace as for kivi_attend. Any number of tokens a row.
- * On CUDA one launch does both where the layer has the fast kernel, codes (not 16 bits), the rolling schedule with a
- * recent window, and nearest rounding, each row brings one token, rows are aligned and of the windows' type, and
- * KIVI_ATTEND_INVARIANT is not asked for (host batches above 64 rows: one for each 64). Elsewhere it makes the
- * launches of both calls and costs what they cost; on the CPU it is a convenience. */
+ * On CUDA one launch does both where the layer has the fast kernel, codes (not 16 bits) with min-max ranges, the
+ * rolling schedule with a recent window, and nearest rounding, each row brings one token, rows are aligned and of the
+ * windows' type, and KIVI_ATTEND_INVARIANT is not asked for (host batches above 64 rows: one for each 64). Elsewhere
+ * it makes the launches of both calls and costs what they cost; on the CPU it is a convenience. */
 KIVI_API kivi_status kivi_step(kivi_cache *cache, int32_t layer, const kivi_batch *batch,
                                const kivi_tensor *q, const kivi_tensor *k, const kivi_tensor *v,
                                const kivi_tensor *out, const kivi_attend_params *params, void *workspace,

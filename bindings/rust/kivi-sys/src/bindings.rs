@@ -730,7 +730,7 @@ pub struct kivi_attend_params {
     pub window_left: i64,
     #[doc = "```text\nfresh keys and values, both or none: tokens that are not appended yet,\n```"]
     pub k: *const kivi_tensor,
-    #[doc = "```text\nshaped as in append, as many a row as queries; not quantised: read as they are, or\n(CUDA, one token a row) as windows would hold them: with a transform rounded to\ntheir type and clamped to its range, which is not counted\n```"]
+    #[doc = "```text\nshaped as in append, as many a row as queries; not quantised. On CUDA a single token\na row may be read as the windows would hold it: transformed, and then rounded to\ntheir type and clamped to its range (not counted as saturated)\n```"]
     pub v: *const kivi_tensor,
     #[doc = "```text\n[q_heads] logits added to the softmax's denominator, memory of the\ncache's device; not part of the LSE. NULL: none\n```"]
     pub learned_sinks: *const f32,
@@ -791,7 +791,7 @@ extern "C" {
     ) -> kivi_status;
 }
 extern "C" {
-    #[doc = "```text\nOne step of a layer: the batch's queries attend to the cache and to the new tokens k and v, which are then\nappended. [STEP-1] out, LSE and all that the cache then holds are bit for bit those of kivi_attend with\nparams->k = k and params->v = v followed by kivi_append, both of this batch; but as one call: what either\nwould refuse is refused before anything is done. params->k and params->v must be NULL; params NULL:\ndefaults. workspace as for kivi_attend. Any number of tokens a row.\nOn CUDA one launch does both where the layer has the fast kernel, codes (not 16 bits), the rolling schedule with a\nrecent window, and nearest rounding, each row brings one token, rows are aligned and of the windows' type, and\nKIVI_ATTEND_INVARIANT is not asked for (host batches above 64 rows: one for each 64). Elsewhere it makes the\nlaunches of both calls and costs what they cost; on the CPU it is a convenience.\n```"]
+    #[doc = "```text\nOne step of a layer: the batch's queries attend to the cache and to the new tokens k and v, which are then\nappended. [STEP-1] out, LSE and all that the cache then holds are bit for bit those of kivi_attend with\nparams->k = k and params->v = v followed by kivi_append, both of this batch; but as one call: what either\nwould refuse is refused before anything is done. params->k and params->v must be NULL; params NULL:\ndefaults. workspace as for kivi_attend. Any number of tokens a row.\nOn CUDA one launch does both where the layer has the fast kernel, codes (not 16 bits) with min-max ranges, the\nrolling schedule with a recent window, and nearest rounding, each row brings one token, rows are aligned and of the\nwindows' type, and KIVI_ATTEND_INVARIANT is not asked for (host batches above 64 rows: one for each 64). Elsewhere\nit makes the launches of both calls and costs what they cost; on the CPU it is a convenience.\n```"]
     pub fn kivi_step(
         cache: *mut kivi_cache,
         layer: i32,
