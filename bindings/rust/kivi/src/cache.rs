@@ -235,8 +235,8 @@ impl Cache {
     }
 
     /// One step of a layer: attends to everything stored and to the new tokens `k` and `v` as with
-    /// [`fresh`](Attend::fresh), then appends them. One call that happens whole or not at all; on a GPU one launch where it can
-    /// (`kivi.h`).
+    /// [`fresh`](Attend::fresh), then appends them. One call that happens whole or not at all; on a GPU one
+    /// launch where it can (`kivi.h`).
     ///
     /// `q` and `out` as in [`attend`](Cache::attend), `k` and `v` as in [`append`](Cache::append); `params`
     /// without [`fresh`](Attend::fresh) tokens.
